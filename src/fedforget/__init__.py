@@ -1,0 +1,48 @@
+"""Federated learning whose participants can take their data back.
+
+The public API: everything else may change without notice.
+"""
+
+from fedforget import models, optim
+from fedforget.data import datasets
+from fedforget.errors import (
+    DataError,
+    DeletionError,
+    FedforgetError,
+    PlanError,
+    RunFolderError,
+    SiloError,
+)
+from fedforget.methods import RapidRetrain, Retrain
+from fedforget.pipeline import Federation
+from fedforget.release import Release, Verification
+from fedforget.sources import Origin, Partition
+from fedforget.types import Choice, Dataset, Plan, Preprocessing, Samples
+from fedforget.version import __version__
+from fedforget.work import Share
+
+__all__ = [
+    "Choice",
+    "DataError",
+    "Dataset",
+    "DeletionError",
+    "Federation",
+    "FedforgetError",
+    "Origin",
+    "Partition",
+    "Plan",
+    "PlanError",
+    "Preprocessing",
+    "RapidRetrain",
+    "Release",
+    "Retrain",
+    "RunFolderError",
+    "Samples",
+    "Share",
+    "SiloError",
+    "Verification",
+    "__version__",
+    "datasets",
+    "models",
+    "optim",
+]

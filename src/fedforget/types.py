@@ -26,7 +26,7 @@ def id_order(sample_id: SampleId) -> tuple[int, int, str]:
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples with their stable ids, held in memory; itself a data source that can delete."""
+    """Samples with their stable ids, held in memory; itself a data source."""
 
     ids: tuple[SampleId, ...]
     x: Tensor
@@ -34,7 +34,9 @@ class Samples:
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.x) == len(self.y):
-            raise DataError(f"{len(self.ids)} ids, {len(self.x)} inputs and {len(self.y)} labels: give one of each a sample")
+            raise DataError(
+                f"{len(self.ids)} ids, {len(self.x)} inputs and {len(self.y)} labels: give one of each a sample"
+            )
         # Compared as text, because that is how an id is typed in a command and hashed into a tombstone.
         if len({str(sample_id) for sample_id in self.ids}) != len(self.ids):
             raise DataError("sample ids are not unique within the silo: give every sample its own id")
@@ -224,3 +226,52 @@ class RoundRecord:
     """Training and aggregation; evaluation excluded."""
     bytes: int
     """Model parameters sent to silos and received from them."""
+
+
+class TombstoneStore(Protocol):
+    """Where a silo keeps keyed hashes of the ids of deleted samples."""
+
+    def add(self, ids: Collection[SampleId]) -> int:
+        """Keep these ids' tombstones; durable when it returns. How many were new."""
+        ...
+
+    def held(self, ids: Collection[SampleId]) -> set[SampleId]:
+        """Which of these ids have a tombstone."""
+        ...
+
+    def count(self) -> int:
+        """How many tombstones there are."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Means and standard deviations of the samples that remain in a run, a value for each feature."""
+
+    mean: Tensor
+    deviation: Tensor
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training run, or a way to unlearn, came to."""
+
+    plan: Plan
+    state: State
+    fit: Fit | None
+    records: tuple[RoundRecord, ...]
+
+
+@dataclass(frozen=True)
+class History:
+    """What a way to unlearn may look at: the original plan and how its training went."""
+
+    plan: Plan
+    records: tuple[RoundRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """How many samples each silo deleted; their ids stay at the silos."""
+
+    samples: Mapping[str, int]

@@ -1,0 +1,1 @@
+"""Silos, the coordinator, and the links between them."""

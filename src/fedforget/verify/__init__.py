@@ -1,0 +1,1 @@
+"""Checks and measures of what unlearning did."""

@@ -1,0 +1,178 @@
+"""Carries work out: from a plan or a deletion to a release, in steps that can all be done twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from fedforget import methods
+from fedforget.errors import RunFolderError, SiloError
+from fedforget.federation.coordinator import Coordinator
+from fedforget.federation.link import Link
+from fedforget.federation.registry import Registry, imported
+from fedforget.methods import Method, Retrain
+from fedforget.methods.method import from_settings, settings_of
+from fedforget.release import Baseline, Release, Verification, probabilities
+from fedforget.runs import ReleaseRecord, RunFolder, records_as_data, records_from_data
+from fedforget.types import Deletion, History, Plan, RoundRecord, Samples, TrainingResult
+from fedforget.verify.distance import output_distance, parameter_distance, state_digest
+from fedforget.work import Work
+
+Progress = Callable[[str, Plan, RoundRecord], None]
+
+
+def method_name(method: Method) -> str:
+    """The name by which a method can be found again: built in, or `package.module:class`."""
+    built_in = [name for name, kind in methods.BUILT_IN.items() if type(method) is kind]
+    return built_in[0] if built_in else f"{type(method).__module__}:{type(method).__qualname__}"
+
+
+def named_method(name: str, settings: Mapping[str, Any]) -> Method:
+    """The method that `method_name` and `settings_of` described."""
+    return from_settings(methods.BUILT_IN.get(name) or imported(name, "method"), settings)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A run's folder and the link to its silos, with what training needs besides."""
+
+    folder: RunFolder
+    link: Link
+    registry: Registry
+    test: Samples | None
+    device: torch.device
+    checkpoint_every: int
+    on_round: Progress | None
+    check: Callable[[Release], Verification]
+
+    def coordinator(self, run: str, plan: Plan, title: str = "") -> Coordinator:
+        """A coordinator for one run; `title` is what progress calls it."""
+
+        def told(record: RoundRecord) -> None:
+            if self.on_round is not None:
+                self.on_round(title, plan, record)
+
+        return Coordinator(
+            link=self.link,
+            registry=self.registry,
+            run=run,
+            device=self.device,
+            public_test=self.test,
+            checkpoints=self.folder if self.checkpoint_every else None,
+            checkpoint_every=self.checkpoint_every,
+            on_round=told,
+        )
+
+    def pending(self) -> Work | None:
+        """Work that was begun and is not finished."""
+        data = self.folder.pending()
+        return Work.from_dict(data) if data else None
+
+    def begin(self, work: Work) -> None:
+        """Note the work durably, before its first effect."""
+        self.folder.set_pending(work.as_dict())
+
+    def history(self) -> History:
+        """The original training: the newest release that no way to unlearn made."""
+        records = [self.folder.release(version) for version in self.folder.versions()]
+        original = [record for record in records if record.method is None][-1]
+        return History(original.plan, original.records)
+
+    def release(self, version: int) -> Release:
+        """A release with its weights."""
+        record = self.folder.release(version)
+        state, fit = self.folder.weights(version)
+        beside = self.folder.attached(version, "baseline")
+        baseline = Baseline(records_from_data(beside["records"])) if beside else None
+        return Release(record, state, fit, baseline, self.registry, self.check)
+
+    def served(self) -> Release:
+        """The release that is served: the newest."""
+        versions = self.folder.versions()
+        if not versions:
+            raise RunFolderError("no model is released yet: train first")
+        return self.release(versions[-1])
+
+    def finish(self, work: Work, method: Method | None = None) -> Release:
+        """Do what is left of the work."""
+        history = History(work.plan) if work.plan else self.history()
+        if work.version not in self.folder.versions():
+            if work.plan is not None:
+                self._publish(work, None, self.coordinator(work.run, work.plan, "train").train(work.plan))
+            else:
+                assert work.method is not None, "a deletion's work names its method"
+                method = method or named_method(work.method, work.settings)
+                self.delete(work, history.plan)
+                self._publish(work, method, self._unlearned(work, method, history))
+        self.folder.destroy_old_weights()
+        if work.baseline and self.folder.attached(work.version, "baseline") is None:
+            yardstick = Retrain()
+            coordinator = self.coordinator(f"{work.run}-baseline", yardstick.plan(history.plan), "baseline")
+            result = yardstick.unlearn(history, Deletion(work.deleted), coordinator)
+            self.folder.attach(work.version, "baseline", {"records": records_as_data(result.records)})
+        self.coordinator(work.run, history.plan).wipe()
+        self.folder.clear_pending()
+        return self.release(work.version)
+
+    def delete(self, work: Work, plan: Plan) -> None:
+        """Have every silo acknowledge the work's deletions; from then on no plain id is kept."""
+        if work.ids is not None:
+            self.coordinator(work.run, plan).forget(plan, work.ids, commit=True)
+            self.begin(dataclasses.replace(work, ids=None))
+
+    def _unlearned(self, work: Work, method: Method, history: History) -> TrainingResult:
+        coordinator = self.coordinator(work.run, method.plan(history.plan), method.name)
+        try:
+            return method.unlearn(history, Deletion(work.deleted), coordinator)
+        except SiloError as error:
+            raise SiloError(
+                f"{error}; the deletion is kept, and release {work.version - 1} served, until a retraining succeeds: "
+                "forget again without naming samples, by another method, optimizer or learning rate"
+            ) from error
+
+    def _publish(self, work: Work, method: Method | None, result: TrainingResult) -> None:
+        counts, _ = self.coordinator(work.run, result.plan).count(result.plan)
+        record = ReleaseRecord(
+            version=work.version,
+            method=method.name if method else None,
+            source=method_name(method) if method else None,
+            settings=settings_of(method) if method else {},
+            guarantee=method.guarantee if method else None,
+            plan=result.plan,
+            classes=tuple(self.folder.description()["classes"]),
+            records=result.records,
+            samples=counts,
+            deleted=dict(work.deleted),
+            metrics=self._metrics(result),
+            digest=state_digest(result.state),
+            environment={
+                "torch": torch.__version__,
+                "device": self.device.type,
+                "threads": torch.get_num_threads(),
+            },
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        self.folder.publish(record, result.state, result.fit)
+
+    def _metrics(self, result: TrainingResult) -> dict[str, float]:
+        """Costs of the run, and its distance from the release that it replaces, whose weights are about to go."""
+        rounds = len(result.records)
+        metrics: dict[str, float] = {
+            "rounds": rounds,
+            "seconds_per_round": sum(record.seconds for record in result.records) / rounds,
+            "bytes_per_round": sum(record.bytes for record in result.records) / rounds,
+        }
+        if self.folder.versions():
+            before = self.served()
+            metrics["parameter_distance"] = parameter_distance(before.state, result.state)
+            if self.test is not None:
+                after = probabilities(self.registry, result, self.test.x)
+                metrics["output_distance"] = output_distance(before.predict(self.test.x), after)
+        # Weights that are finite, but huge, can be infinitely far away: such a distance is left out.
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}

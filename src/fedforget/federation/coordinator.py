@@ -1,0 +1,202 @@
+"""The coordinator: rounds, aggregation and the global model. It never sees a sample of a silo."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from fedforget.errors import DataError, DeletionError, PlanError, SiloError
+from fedforget.federation import training
+from fedforget.federation.aggregate import Aggregation
+from fedforget.federation.link import (
+    Count,
+    Counted,
+    Evaluate,
+    Evaluated,
+    Failure,
+    Forget,
+    Forgotten,
+    Link,
+    Reply,
+    Task,
+    Train,
+    Trained,
+    Wipe,
+    Wiped,
+    tensor_bytes,
+)
+from fedforget.federation.preprocessing import fit, prepare
+from fedforget.federation.randomness import participants, seeded
+from fedforget.federation.registry import Registry
+from fedforget.types import Fit, Plan, RoundRecord, SampleId, Samples, State, TrainingResult
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run after a finished round: all that the coordinator needs to go on."""
+
+    plan: Plan
+    state: State
+    records: tuple[RoundRecord, ...]
+
+
+class CheckpointStore(Protocol):
+    """Where a run's last checkpoint is kept."""
+
+    def load(self, run: str) -> Checkpoint | None:
+        """The newest checkpoint of the run."""
+        ...
+
+    def save(self, run: str, checkpoint: Checkpoint) -> None:
+        """Replace the run's checkpoint; durable when it returns."""
+        ...
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """Trains one run over a link; `run` names it at the silos, and never enters a random number."""
+
+    link: Link
+    registry: Registry
+    run: str
+    device: torch.device
+    public_test: Samples | None = None
+    checkpoints: CheckpointStore | None = None
+    checkpoint_every: int = 1
+    on_round: Callable[[RoundRecord], None] | None = None
+
+    def train(self, plan: Plan) -> TrainingResult:
+        """Train from a fresh model, or go on from the run's last checkpoint, until the plan's end."""
+        model, aggregate = self.check(plan)
+        counts, constants = self.count(plan)
+        state, records = training.state_of(model), ()  # type: tuple[State, tuple[RoundRecord, ...]]
+        if self.checkpoints is not None and (saved := self.checkpoints.load(self.run)) is not None:
+            if saved.plan != plan:
+                raise PlanError(f"run {self.run} was begun with another plan: it can only go on with its own")
+            state = {name: tensor.to(self.device) for name, tensor in saved.state.items()}
+            records = saved.records
+
+        while len(records) < plan.rounds and not _reached(plan, records):
+            number = len(records) + 1
+            chosen = participants(counts, plan.silos_per_round, plan.seed, number)
+            started = time.perf_counter()
+            tasks = {
+                name: Train(self.run, plan, number, state, constants, self._durable(plan, counts, name, number))
+                for name in chosen
+            }
+            replies = expect(self.link.call(tasks), Trained)
+            samples = [reply.samples for reply in replies.values()]
+            moved = len(chosen) * tensor_bytes(state) + sum(tensor_bytes(reply.state) for reply in replies.values())
+            loss = sum(reply.loss * reply.samples for reply in replies.values()) / sum(samples)
+            state = aggregate([reply.state for reply in replies.values()], samples)
+            _synchronize(self.device)
+            seconds = time.perf_counter() - started
+            accuracy = self._accuracy(model, plan, state, constants)
+            record = RoundRecord(number, chosen, loss, accuracy, seconds, moved)
+            records = (*records, record)
+            if self._checkpointed(number) and self.checkpoints is not None:
+                self.checkpoints.save(self.run, Checkpoint(plan, state, records))
+            if self.on_round is not None:
+                self.on_round(record)
+        return TrainingResult(plan, {name: tensor.cpu() for name, tensor in state.items()}, constants, records)
+
+    def check(self, plan: Plan) -> tuple[torch.nn.Module, Aggregation]:
+        """The plan's fresh model and its aggregation; whatever of the plan cannot be carried out is told now."""
+        with seeded(self.device, "initialise", plan.seed):
+            model = self.registry.model(plan)
+        self._check_shapes(model, plan)
+        self.registry.optimizer(plan, model)
+        return model.to(self.device), self.registry.aggregation(plan)
+
+    def forget(self, plan: Plan, ids: Mapping[str, Sequence[SampleId] | None], *, commit: bool) -> dict[str, Forgotten]:
+        """Have silos delete samples (None: all that a silo holds); each reply is the silo's acknowledgement."""
+        tasks: dict[str, Task] = {
+            name: Forget(plan, None if of_silo is None else tuple(of_silo), commit) for name, of_silo in ids.items()
+        }
+        return expect(self.link.call(tasks), Forgotten, DeletionError)
+
+    def wipe(self) -> None:
+        """Have every silo drop the side state of all runs."""
+        expect(self.link.call({name: Wipe() for name in self.link.silos}), Wiped)
+
+    def count(self, plan: Plan) -> tuple[dict[str, int], Fit | None]:
+        """The silos that have data, with their numbers of samples, and the preprocessing's constants for this run."""
+        replies = expect(self.link.call({name: Count(plan) for name in self.link.silos}), Counted, DataError)
+        present = {name: reply for name, reply in replies.items() if reply.samples}
+        if not present:
+            raise DataError("no silo has a training sample left: there is nothing to train on")
+        sums = [reply.sums for reply in present.values() if reply.sums is not None]
+        return {name: reply.samples for name, reply in present.items()}, fit(sums) if sums else None
+
+    def _check_shapes(self, model: torch.nn.Module, plan: Plan) -> None:
+        """Show the model one batch of zeros, so that shapes that do not fit are told before any silo starts to work."""
+        assert plan.shape is not None
+        assert plan.classes is not None
+        model.eval()
+        try:
+            with torch.no_grad():
+                output = model(torch.zeros(2, *plan.shape, dtype=getattr(torch, plan.dtype)))
+            shape = tuple(output.shape)
+        except Exception as error:  # the model may be the user's: whatever it raises is told with its name
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise PlanError(f"model {plan.model!r} does not take samples of shape {plan.shape}: {reason}") from error
+        if shape != (2, plan.classes):
+            raise PlanError(
+                f"model {plan.model!r} answers two samples with shape {shape}; it must be (2, {plan.classes}), "
+                "a score for each class"
+            )
+
+    def _accuracy(self, model: torch.nn.Module, plan: Plan, state: State, constants: Fit | None) -> float:
+        """On the public test split or, without one, on what the silos set aside; NaN where there is nothing."""
+        if self.public_test is None:
+            tasks = {name: Evaluate(plan, state, constants) for name in self.link.silos}
+            replies = expect(self.link.call(tasks), Evaluated).values()
+            total = sum(reply.samples for reply in replies)
+            return sum(reply.correct for reply in replies) / total if total else math.nan
+        assert plan.preprocessing is not None
+        model.load_state_dict(state)
+        x = prepare(self.public_test.x.to(self.device), plan.preprocessing, constants, getattr(torch, plan.dtype))
+        return training.correct_answers(model, x, self.public_test.y.to(self.device)) / len(self.public_test)
+
+    def _checkpointed(self, number: int) -> bool:
+        return self.checkpoint_every > 0 and number % self.checkpoint_every == 0
+
+    def _durable(self, plan: Plan, counts: Mapping[str, int], name: str, number: int) -> bool:
+        """Whether a checkpoint comes before the silo's next turn, so that its optimizer state must outlive a crash."""
+        if self.checkpoints is None or self.checkpoint_every == 0:
+            return False
+        checkpoint = math.ceil(number / self.checkpoint_every) * self.checkpoint_every
+        later = range(number + 1, min(checkpoint, plan.rounds) + 1)
+        return not any(name in participants(counts, plan.silos_per_round, plan.seed, turn) for turn in later)
+
+
+def expect(
+    replies: Mapping[str, Reply | Failure],
+    kind: type[R],
+    error: type[SiloError | DataError | DeletionError] = SiloError,
+) -> dict[str, R]:
+    """The replies in silo-name order; any failure ends the work, for a part of the silos is not a success."""
+    failures = [f"{reply.reason}" for _, reply in sorted(replies.items()) if isinstance(reply, Failure)]
+    if failures:
+        raise error("; ".join(failures))
+    expected: dict[str, R] = {name: reply for name, reply in sorted(replies.items()) if isinstance(reply, kind)}
+    if len(expected) < len(replies):
+        raise SiloError(f"silo {min(set(replies) - set(expected))} answered another task than it was given")
+    return expected
+
+
+def _reached(plan: Plan, records: tuple[RoundRecord, ...]) -> bool:
+    return plan.target_accuracy is not None and bool(records) and records[-1].accuracy >= plan.target_accuracy
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for an accelerator, so that a round's time holds its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

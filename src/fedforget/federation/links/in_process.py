@@ -1,0 +1,31 @@
+"""All silos in this process, one after the other in name order: the link that reads like Algorithm 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fedforget.errors import FedforgetError
+from fedforget.federation.link import Failure, Reply, Task
+from fedforget.federation.silo import Silo
+
+
+class InProcessLink:
+    """Hands tasks to silos by calling them. `timeout` has no effect here: a call in one's own process always ends."""
+
+    def __init__(self, silos: Iterable[Silo]) -> None:
+        self._silos = {silo.name: silo for silo in sorted(silos, key=lambda silo: silo.name)}
+
+    @property
+    def silos(self) -> tuple[str, ...]:
+        """The names of all silos, in name order."""
+        return tuple(self._silos)
+
+    def call(self, tasks: Mapping[str, Task], timeout: float | None = None) -> dict[str, Reply | Failure]:  # noqa: ARG002
+        """Carry out each task; what a silo refuses is its failure, and the others go on."""
+        replies: dict[str, Reply | Failure] = {}
+        for name in sorted(tasks):
+            try:
+                replies[name] = self._silos[name].carry_out(tasks[name])
+            except FedforgetError as error:
+                replies[name] = Failure(str(error))
+        return replies

@@ -1,0 +1,92 @@
+"""Names in a plan, resolved to what is installed here: built-in names, or `package.module:callable`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedforget.errors import PlanError
+from fedforget.federation.aggregate import BUILT_IN as AGGREGATIONS
+from fedforget.types import Choice, Plan
+
+
+def _accepts(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def imported(name: str, kind: str) -> Any:
+    """The object that `package.module:name` names."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"{kind} {name!r} cannot be imported here: {error}") from error
+    return found
+
+
+@dataclass(frozen=True)
+class Registry:
+    """What a silo or coordinator can build by name; nothing else is ever run."""
+
+    models: Mapping[str, Callable[..., nn.Module]]
+    optimizers: Mapping[str, Callable[..., torch.optim.Optimizer]]
+    aggregations: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: AGGREGATIONS)
+
+    def _find(self, kind: str, name: str) -> Callable[..., Any]:
+        entries: Mapping[str, Callable[..., Any]] = getattr(self, f"{kind}s")
+        if name in entries:
+            return entries[name]
+        if ":" not in name:
+            known = ", ".join(entry for entry in sorted(entries) if ":" not in entry)
+            raise PlanError(f"{kind} {name!r} is unknown: use {known}, or your own as package.module:callable")
+        found = imported(name, kind)
+        if not callable(found):
+            raise PlanError(f"{kind} {name!r} is not callable")
+        return found  # type: ignore[no-any-return]  # callable() narrows Any to an unknown callable
+
+    def model(self, plan: Plan) -> nn.Module:
+        """A fresh model of the plan, initialised from torch's current generator."""
+        factory = self._find("model", plan.model or "")
+        known = {"shape": plan.shape, "classes": plan.classes}
+        try:
+            model = factory(**{name: value for name, value in known.items() if _accepts(factory, name)})
+        except Exception as error:  # the factory may be the user's: whatever it raises is told with its model's name
+            raise PlanError(
+                f"model {plan.model!r} cannot be built for samples of shape {plan.shape}: {error}"
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"model {plan.model!r} made a {type(model).__name__}, not a torch.nn.Module")
+        return model.to(getattr(torch, plan.dtype))
+
+    def optimizer(self, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
+        """The plan's optimizer on this model; torch's own classes are given the parameters, all others the model."""
+        chosen = self._chosen(plan.optimizer)
+        build = self._find("optimizer", chosen.name)
+        target: Any = model.parameters() if _accepts(build, "params") else model
+        try:
+            return build(target, **chosen.settings)  # type: ignore[no-any-return]
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"optimizer {chosen}: {error}") from error
+
+    def aggregation(self, plan: Plan) -> Callable[..., Any]:
+        """The plan's aggregation: called with the silos' states in name order, and their numbers of samples."""
+        chosen = self._chosen(plan.aggregation)
+        function = self._find("aggregation", chosen.name)
+        try:
+            inspect.signature(function).bind([], [], **chosen.settings)
+        except TypeError as error:
+            raise PlanError(f"aggregation {chosen}: {error}") from error
+        return lambda states, counts: function(states, counts, **chosen.settings)
+
+    @staticmethod
+    def _chosen(part: Choice | str) -> Choice:
+        return part if isinstance(part, Choice) else Choice(part)

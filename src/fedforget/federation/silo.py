@@ -1,0 +1,232 @@
+"""A silo: a data holder's samples, its tombstones and its local training. No sample ever leaves it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedforget.errors import DataError, DeletionError, FedforgetError, SiloError
+from fedforget.federation import training
+from fedforget.federation.link import (
+    Count,
+    Counted,
+    Evaluate,
+    Evaluated,
+    Forget,
+    Forgotten,
+    Reply,
+    Task,
+    Train,
+    Trained,
+    Wipe,
+    Wiped,
+)
+from fedforget.federation.local_state import LocalState
+from fedforget.federation.preprocessing import feature_sums, prepare
+from fedforget.federation.randomness import digest, held_out, seeded
+from fedforget.federation.registry import Registry
+from fedforget.types import DataSource, Fit, PhysicalDeletion, Plan, SampleId, Samples, TombstoneStore
+
+
+def read_source(source: DataSource) -> Samples:
+    """All samples of a source, in the order of their ids."""
+    if isinstance(source, Samples):
+        return source.ordered()
+    rows = list(source)
+    if not rows:
+        return Samples((), torch.empty(0), torch.empty(0, dtype=torch.long))
+    ids, inputs, labels = zip(*rows, strict=True)
+    try:
+        x = torch.stack([torch.as_tensor(value) for value in inputs])
+        y = torch.as_tensor(labels, dtype=torch.long)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"samples cannot be stacked: {error}; give each the same shape and a whole number as label"
+        ) from error
+    return Samples(tuple(ids), x, y).ordered()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Training samples as the model sees them, held on the device while a run lasts."""
+
+    run: str
+    plan: Plan
+    x: Tensor
+    y: Tensor
+
+
+class Silo:
+    """Carries out the coordinator's tasks on the samples that remain."""
+
+    def __init__(
+        self,
+        name: str,
+        source: DataSource,
+        tombstones: TombstoneStore,
+        registry: Registry,
+        folder: Path,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.source = source
+        self._tombstones = tombstones
+        self._registry = registry
+        self._device = device
+        self._state = LocalState(folder / "optimizer-state")
+        self._samples = read_source(source)
+        self._buried = 0
+        self._prepared: _Prepared | None = None
+        self._leave_out_deleted()
+
+    def carry_out(self, task: Task) -> Reply:
+        """Carry out a task; an error that the operator must see is a FedforgetError."""
+        self._leave_out_deleted()
+        match task:
+            case Count():
+                return self._count(task)
+            case Train():
+                return self._train(task)
+            case Evaluate():
+                return self._evaluate(task)
+            case Forget():
+                return self._forget(task)
+            case Wipe():
+                return self._wipe()
+
+    def _leave_out_deleted(self) -> None:
+        """Leave out every sample that has a tombstone, whoever wrote it: also another process on the same folder.
+
+        A tombstone outlives its sample: what the source still holds, or holds again, stays out for good.
+        """
+        buried = self._tombstones.count()
+        if buried != self._buried:
+            self._samples = _without(self._samples, self._tombstones.held(self._samples.ids))
+            self._buried = buried
+            self._prepared = None
+
+    @property
+    def samples(self) -> Samples:
+        """All samples that remain, in the order of their ids, the share set aside for evaluation included."""
+        return self._samples
+
+    def draw(self, plan: Plan, count: int) -> tuple[SampleId, ...]:
+        """Ids of `count` training samples, drawn at random but always alike: for the holder, not for the coordinator."""
+        ids = self._split(self._samples, plan, evaluation=False).ids
+        if count > len(ids):
+            raise DeletionError(f"silo {self.name} holds {len(ids)} training samples: {count} cannot be deleted there")
+        return tuple(sorted(ids, key=lambda sample_id: digest("draw", self.name, str(sample_id)))[:count])
+
+    def _count(self, task: Count) -> Counted:
+        samples = self._split(self._samples, task.plan, evaluation=False)
+        if len(samples) and samples.shape != task.plan.shape:
+            raise DataError(f"silo {self.name}: samples have shape {samples.shape}, the plan says {task.plan.shape}")
+        fits = task.plan.preprocessing is not None and task.plan.preprocessing.kind == "standardize"
+        return Counted(len(samples), feature_sums(samples.x) if fits and len(samples) else None)
+
+    def _train(self, task: Train) -> Trained:
+        x, y = self._training_tensors(task)
+        if not len(y):
+            raise SiloError(f"silo {self.name} has no training sample left")
+        model = self._model(task.plan, task)
+        optimizer = self._registry.optimizer(task.plan, model)
+        state = self._state.before(task.run, task.round)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        with seeded(self._device, "train", task.plan.seed, task.round, self.name):
+            try:
+                loss = training.train(model, optimizer, x, y, task.plan, task.round, self.name)
+            except FedforgetError:
+                raise
+            except (
+                RuntimeError,
+                ValueError,
+                TypeError,
+                IndexError,
+            ) as error:  # the model or optimizer may be the user's
+                raise SiloError(f"silo {self.name}, round {task.round}: {error}") from error
+        trained = training.state_of(model)
+        if not math.isfinite(loss) or not all(bool(torch.isfinite(tensor).all()) for tensor in trained.values()):
+            raise SiloError(
+                f"silo {self.name}, round {task.round}: training diverged (loss {loss}); "
+                "lower the learning rate, or look for missing values in the samples"
+            )
+        self._state.keep(task.run, task.round, optimizer.state_dict(), durable=task.durable)
+        return Trained(trained, len(y), loss)
+
+    def _evaluate(self, task: Evaluate) -> Evaluated:
+        samples = self._split(self._samples, task.plan, evaluation=True)
+        if not len(samples):
+            return Evaluated(0, 0)
+        x, y = self._to_device(samples, task.plan, task.fit)
+        return Evaluated(training.correct_answers(self._model(task.plan, task), x, y), len(samples))
+
+    def _forget(self, task: Forget) -> Forgotten:
+        held = {str(sample_id): sample_id for sample_id in self._samples.ids}
+        asked = {str(sample_id): sample_id for sample_id in (self._samples.ids if task.ids is None else task.ids)}
+        absent = {text: sample_id for text, sample_id in asked.items() if text not in held}
+        unknown = sorted(set(absent) - {str(sample_id) for sample_id in self._tombstones.held(absent.values())})
+        if unknown:
+            shown = ", ".join(unknown[:3]) + (", …" if len(unknown) > 3 else "")
+            raise DeletionError(f"silo {self.name} holds no sample with id {shown}: nothing was deleted")
+        gone = {held[text] for text in asked if text in held}
+        left = _without(self._samples, gone)
+        if task.commit:
+            # Durable first: after this line no crash and no restored source can bring a deleted sample back.
+            self._tombstones.add(gone)
+            # Asked again after a crash, ids that are gone here may still lie in the source: it is told of all.
+            if isinstance(self.source, PhysicalDeletion):
+                self.source.delete(asked.values())
+            self._samples = left
+            self._wipe()
+        return Forgotten(len(gone), len(absent), len(self._split(left, task.plan, evaluation=False)))
+
+    def _wipe(self) -> Wiped:
+        self._state.wipe()
+        self._prepared = None
+        return Wiped()
+
+    def _split(self, samples: Samples, plan: Plan, *, evaluation: bool) -> Samples:
+        """Those of the samples that are trained on, or those set aside for evaluation."""
+        share = plan.holdout or 0.0
+        if not share:
+            return samples.select([]) if evaluation else samples
+        wanted = [held_out(self.name, sample_id, share) == evaluation for sample_id in samples.ids]
+        return samples.select([position for position, keep in enumerate(wanted) if keep])
+
+    def _training_tensors(self, task: Train) -> tuple[Tensor, Tensor]:
+        # Kept for one run only: in the next, a deletion at another silo may have moved the means of all.
+        if self._prepared is None or (self._prepared.run, self._prepared.plan) != (task.run, task.plan):
+            samples = self._split(self._samples, task.plan, evaluation=False)
+            self._check_labels(samples, task.plan)
+            x, y = self._to_device(samples, task.plan, task.fit)
+            self._prepared = _Prepared(task.run, task.plan, x, y)
+        return self._prepared.x, self._prepared.y
+
+    def _check_labels(self, samples: Samples, plan: Plan) -> None:
+        # Not when samples are counted: one with a wrong label can still be deleted.
+        if len(samples) and plan.classes is not None:
+            lowest, highest = int(samples.y.min()), int(samples.y.max())
+            if lowest < 0 or highest >= plan.classes:
+                raise DataError(
+                    f"silo {self.name}: labels run from {lowest} to {highest}, the plan has {plan.classes} classes"
+                )
+
+    def _to_device(self, samples: Samples, plan: Plan, fit: Fit | None) -> tuple[Tensor, Tensor]:
+        assert plan.preprocessing is not None, "the coordinator sends complete plans"
+        x = samples.x.to(self._device)
+        return prepare(x, plan.preprocessing, fit, getattr(torch, plan.dtype)), samples.y.to(self._device)
+
+    def _model(self, plan: Plan, task: Train | Evaluate) -> nn.Module:
+        with seeded(self._device, "discarded"):  # initialisation draws numbers; the state overwrites what they gave
+            model = self._registry.model(plan).to(self._device)
+        model.load_state_dict(task.state)
+        return model
+
+
+def _without(samples: Samples, gone: set[SampleId]) -> Samples:
+    return samples.select([position for position, sample_id in enumerate(samples.ids) if sample_id not in gone])

@@ -1,0 +1,63 @@
+"""Local training: what a silo does with a model between receiving and returning it (LocalTraining of Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedforget.federation.randomness import shuffled
+from fedforget.types import Plan, State
+
+EVALUATION_BATCH = 4096
+
+
+def batches(count: int, plan: Plan, round_number: int, silo: str) -> Iterator[Tensor]:
+    """The round's batches as positions among the samples sorted by id, a new order in each local epoch."""
+    for epoch in range(plan.local_epochs):
+        yield from torch.split(shuffled(count, plan.seed, round_number, epoch, silo), plan.batch_size)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: Tensor,
+    y: Tensor,
+    plan: Plan,
+    round_number: int,
+    silo: str,
+) -> float:
+    """Train the model in place on all batches of a round; the mean loss a sample."""
+    model.train()
+    # Summed on the device and read once: reading it each step would make an accelerator wait.
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    seen = 0
+    for positions in batches(len(y), plan, round_number, silo):
+        index = positions.to(x.device)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x[index]), y[index])
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
+        if plan.l2:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter.detach(), alpha=plan.l2)
+        optimizer.step()
+        total += loss.detach() * len(positions)
+        seen += len(positions)
+    return float(total) / seen
+
+
+@torch.no_grad()
+def correct_answers(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    """How many samples the model classifies rightly."""
+    model.eval()
+    parts = zip(torch.split(x, EVALUATION_BATCH), torch.split(y, EVALUATION_BATCH), strict=True)
+    counts = [(model(inputs).argmax(1) == labels).sum() for inputs, labels in parts]
+    return int(torch.stack(counts).sum()) if counts else 0
+
+
+def state_of(model: nn.Module) -> State:
+    """The model's parameters and buffers, detached from it."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

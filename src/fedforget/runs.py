@@ -1,0 +1,308 @@
+"""A run's folder: what a federation leaves on disk, written so that no crash shows half of anything.
+
+    RUN/run.json            format version, where the data comes from, the federation's constants
+    RUN/pending.json        work that was begun and is not finished; absent otherwise
+    RUN/releases/N/         release.json, weights.pt, and later baseline.json and verification.json
+    RUN/checkpoints/        the coordinator's last finished round of work that is under way
+    RUN/silos/NAME/         the silo's own: its key, its tombstones, its optimizer state while a run lasts
+    RUN/report.html         the page for people
+
+Only the newest release holds weights: publishing one destroys those of every older release.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedforget.errors import RunFolderError
+from fedforget.federation.coordinator import Checkpoint
+from fedforget.types import Fit, Plan, RoundRecord, State
+
+FORMAT = 1
+
+
+def records_as_data(records: tuple[RoundRecord, ...]) -> list[dict[str, Any]]:
+    """Round records as JSON data; an accuracy that does not exist is null."""
+    rows = [asdict(record) for record in records]
+    return [{**row, "accuracy": None if math.isnan(row["accuracy"]) else row["accuracy"]} for row in rows]
+
+
+def records_from_data(rows: list[dict[str, Any]]) -> tuple[RoundRecord, ...]:
+    """The round records that `records_as_data` wrote."""
+    changes = [
+        {
+            "participants": tuple(row["participants"]),
+            "accuracy": math.nan if row["accuracy"] is None else row["accuracy"],
+        }
+        for row in rows
+    ]
+    return tuple(RoundRecord(**{**row, **change}) for row, change in zip(rows, changes, strict=True))
+
+
+@dataclass(frozen=True)
+class ReleaseRecord:
+    """What is kept of a release besides its weights: no sample, no id, no update, no optimizer state."""
+
+    version: int
+    method: str | None
+    """The way to unlearn that made it; None for a release that training made."""
+    source: str | None
+    """The method's name in the registry, or its `package.module:class`."""
+    settings: dict[str, Any]
+    guarantee: str | None
+    plan: Plan
+    classes: tuple[str, ...]
+    records: tuple[RoundRecord, ...]
+    samples: dict[str, int]
+    """Training samples of each silo that has any."""
+    deleted: dict[str, int]
+    """Samples that each silo deleted before this release and after the one before."""
+    metrics: dict[str, float]
+    digest: str
+    environment: dict[str, Any]
+    """The torch version, device and number of threads: bits can be compared where these are the same."""
+    created: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {**vars(self), "plan": self.plan.as_dict(), "records": records_as_data(self.records)}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> ReleaseRecord:
+        """The record that `as_dict` wrote."""
+        changes = {
+            "plan": Plan.from_dict(data["plan"]),
+            "records": records_from_data(data["records"]),
+            "classes": tuple(data["classes"]),
+        }
+        return ReleaseRecord(**{**data, **changes})
+
+
+class RunFolder:
+    """Reads and writes a run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """The run folder at this path, which must be one."""
+        folder = RunFolder(path)
+        if not (path / "run.json").is_file():
+            raise RunFolderError(
+                f"{path} is not a run folder: it has no run.json; make one with `fedforget train --out {path}`"
+            )
+        found = folder.description().get("format")
+        if found != FORMAT:
+            raise RunFolderError(
+                f"{path} was written in format {found}, this fedforget reads format {FORMAT}: use the one that made it"
+            )
+        return folder
+
+    @staticmethod
+    def create_or_open(path: Path, description: dict[str, Any]) -> RunFolder:
+        """The run folder at this path, made where there is none; an existing one must describe the same federation."""
+        if (path / "run.json").exists():
+            folder = RunFolder.open(path)
+            present = folder.description()
+            wanted = json.loads(json.dumps(description))
+            differing = sorted(name for name in wanted if present.get(name) != wanted[name])
+            if differing:
+                raise RunFolderError(
+                    f"{path} holds another federation ({', '.join(differing)} differ): choose another folder"
+                )
+            return folder
+        with _told(path):
+            path.mkdir(parents=True, exist_ok=True)
+            foreign = [entry.name for entry in path.iterdir() if entry.name not in ("lock", "run.partial")]
+            if foreign:
+                raise RunFolderError(
+                    f"{path} is not empty and not a run folder (it holds {foreign[0]}): choose another"
+                )
+        folder = RunFolder(path)
+        folder.write_json("run.json", {"format": FORMAT, **description})
+        return folder
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other process changes the run."""
+        with _told(self.path):
+            file = (self.path / "lock").open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunFolderError(f"another process is working on {self.path}: wait for it to end") from error
+            yield
+
+    def silo(self, name: str) -> Path:
+        """The folder of one silo's own."""
+        path = self.path / "silos" / name
+        with _told(self.path):
+            path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def description(self) -> dict[str, Any]:
+        """What run.json says."""
+        return self._object("run.json")
+
+    def pending(self) -> dict[str, Any] | None:
+        """Work that was begun and is not finished."""
+        return self._object("pending.json") if (self.path / "pending.json").exists() else None
+
+    def set_pending(self, work: dict[str, Any]) -> None:
+        """Note work durably before it is begun, or what is left of it."""
+        self.write_json("pending.json", work)
+
+    def clear_pending(self) -> None:
+        """The work is done: nothing of it is left but its release."""
+        with _told(self.path):
+            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+            (self.path / "pending.json").unlink(missing_ok=True)
+
+    def versions(self) -> list[int]:
+        """All releases, oldest first; the last one is the one that is served."""
+        names = [entry.name for entry in (self.path / "releases").glob("*") if entry.name.isdigit()]
+        return sorted(int(name) for name in names)
+
+    def release(self, version: int) -> ReleaseRecord:
+        """The record of a release."""
+        try:
+            return ReleaseRecord.from_dict(self._object(f"releases/{version}/release.json"))
+        except (KeyError, TypeError) as error:
+            raise RunFolderError(f"{self.path}/releases/{version}/release.json is damaged: {error}") from error
+
+    def weights(self, version: int) -> tuple[State, Fit | None]:
+        """A release's weights and the constants of its preprocessing."""
+        path = self.path / "releases" / str(version) / "weights.pt"
+        if not path.exists():
+            raise RunFolderError(
+                f"release {version} was revoked and its weights were destroyed: use the one that is served"
+            )
+        stored = self._load(path)
+        fitted = stored["fit"]
+        return stored["state"], Fit(**fitted) if fitted else None
+
+    def publish(self, record: ReleaseRecord, state: State, fit: Fit | None) -> None:
+        """Make a release appear whole, then destroy the weights of all that came before."""
+        final = self.path / "releases" / str(record.version)
+        partial = final.with_name(f"{record.version}.partial")
+        with _told(self.path):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            _write(partial / "weights.pt", _packed({"state": state, "fit": vars(fit) if fit else None}))
+            _write(partial / "release.json", _json(record.as_dict()))
+            partial.replace(final)
+            _flush_folder(final.parent)
+        self.destroy_old_weights()
+
+    def destroy_old_weights(self) -> None:
+        """Only the newest release keeps its weights: older ones may hold what was erased since."""
+        with _told(self.path):
+            for version in self.versions()[:-1]:
+                (self.path / "releases" / str(version) / "weights.pt").unlink(missing_ok=True)
+
+    def attach(self, version: int, name: str, data: dict[str, Any]) -> None:
+        """Put a document beside a release: its baseline or its verification."""
+        self.write_json(f"releases/{version}/{name}.json", data)
+
+    def attached(self, version: int, name: str) -> dict[str, Any] | None:
+        """The document of that name beside a release."""
+        path = f"releases/{version}/{name}.json"
+        return self._object(path) if (self.path / path).exists() else None
+
+    def load(self, run: str) -> Checkpoint | None:
+        """The newest checkpoint of work that is under way."""
+        path = self.path / "checkpoints" / f"{run}.pt"
+        if not path.exists():
+            return None
+        stored = self._load(path)
+        plan = Plan.from_dict(json.loads(stored["plan"]))
+        return Checkpoint(plan, stored["state"], records_from_data(json.loads(stored["records"])))
+
+    def save(self, run: str, checkpoint: Checkpoint) -> None:
+        """Replace the checkpoint of the run; durable when it returns."""
+        content = {
+            "plan": json.dumps(checkpoint.plan.as_dict()),
+            "state": checkpoint.state,
+            "records": json.dumps(records_as_data(checkpoint.records)),
+        }
+        with _told(self.path):
+            (self.path / "checkpoints").mkdir(exist_ok=True)
+            _write(self.path / "checkpoints" / f"{run}.pt", _packed(content))
+
+    def write_json(self, name: str, data: dict[str, Any]) -> None:
+        """Replace a JSON document; durable when it returns."""
+        with _told(self.path):
+            _write(self.path / name, _json(data))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Replace a text; durable when it returns."""
+        with _told(self.path):
+            _write(self.path / name, text.encode())
+
+    def _object(self, name: str) -> dict[str, Any]:
+        try:
+            with _told(self.path):
+                data = json.loads((self.path / name).read_text())
+        except ValueError as error:
+            raise RunFolderError(f"{self.path / name} is damaged: {error}") from error
+        if not isinstance(data, dict):
+            raise RunFolderError(f"{self.path / name} is damaged: it holds no JSON object")
+        return data
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        try:
+            return torch.load(path, weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
+        except Exception as error:  # torch raises whatever its reader meets: pickle, zip and file errors alike
+            raise RunFolderError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+
+
+def _json(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, indent=1, allow_nan=False).encode()
+
+
+def _packed(content: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file so that, whenever a crash comes, either the old or the new content is there."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    _flush_folder(path.parent)
+
+
+def _flush_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """An error of the file system, told as one of the run folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"run folder {path}: {error.strerror or error} ({error.filename or path})") from error
