@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -101,9 +101,15 @@ def by_site(dataset: Dataset) -> dict[str, DataSource]:
 def open_origin(origin: Origin) -> tuple[Origin, Dataset, dict[str, DataSource]]:
     """The dataset, its silos' sources, and the origin with the rows that were drawn."""
     dataset = origin.load()
+    if origin.dataset == "csv" and origin.options.get("classes") is None:
+        # Kept once read: deleting the last sample of a class must not renumber the others.
+        origin = replace(origin, options={**origin.options, "classes": list(dataset.classes)})
     if origin.partition.kind == "sites":
         return origin, dataset, by_site(dataset)
     pool = pooled(dataset)
     rows = origin.rows or {name: part.tolist() for name, part in origin.partition.rows(pool.y).items()}
-    drawn = Origin(origin.dataset, origin.partition, origin.data_dir, origin.options, rows)
-    return drawn, dataset, dict(share_out(pool, {name: np.asarray(part) for name, part in rows.items()}))
+    return (
+        replace(origin, rows=rows),
+        dataset,
+        dict(share_out(pool, {name: np.asarray(part) for name, part in rows.items()})),
+    )

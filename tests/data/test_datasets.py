@@ -24,6 +24,10 @@ def idx(array):
     return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
 
 
+def packed(raw):
+    return gzip.compress(raw, mtime=0)
+
+
 def write_mnist(folder, *, pack=True):
     folder.mkdir(parents=True)
     arrays = {}
@@ -32,7 +36,7 @@ def write_mnist(folder, *, pack=True):
         for part, array in zip(("images-idx3", "labels-idx1"), arrays[split], strict=True):
             path = folder / f"{split}-{part}-ubyte"
             if pack:
-                path.with_suffix(".gz").write_bytes(gzip.compress(idx(array)))
+                path.with_suffix(".gz").write_bytes(packed(idx(array)))
             else:
                 path.write_bytes(idx(array))
     return arrays
@@ -82,17 +86,18 @@ def test_idx_files(tmp_path, function, folder, pack):
     ("name", "content"),
     [
         ("train-images-idx3-ubyte.gz", b"not gzip"),
-        ("train-images-idx3-ubyte.gz", gzip.compress(idx(np.zeros((30, 28, 28), np.uint8)))[:-12]),
-        ("train-images-idx3-ubyte.gz", gzip.compress(idx(np.zeros((30, 28, 28), np.uint8)))[:10] + b"\xff" * 40),
-        ("train-images-idx3-ubyte.gz", gzip.compress(idx(np.zeros((30, 28, 28), np.uint8))[:-1])),
-        ("train-images-idx3-ubyte.gz", gzip.compress(idx(np.zeros((30, 28), np.uint8)))),
-        ("train-images-idx3-ubyte.gz", gzip.compress(b"\0\0\x08\x03\0")),
-        ("train-images-idx3-ubyte.gz", gzip.compress(b"")),
-        ("train-images-idx3-ubyte.gz", gzip.compress(b"\0\0\x0d" + idx(np.zeros((30, 28, 28), np.uint8))[3:])),
-        ("train-labels-idx1-ubyte.gz", gzip.compress(idx(np.zeros(29, np.uint8)))),
-        ("train-labels-idx1-ubyte.gz", gzip.compress(idx(np.full(30, 10, np.uint8)))),
-        ("t10k-labels-idx1-ubyte.gz", gzip.compress(idx(np.zeros(11, np.uint8)))),
+        ("train-images-idx3-ubyte.gz", packed(idx(np.zeros((30, 28, 28), np.uint8)))[:-12]),
+        ("train-images-idx3-ubyte.gz", packed(idx(np.zeros((30, 28, 28), np.uint8)))[:10] + b"\xff" * 40),
+        ("train-images-idx3-ubyte.gz", packed(idx(np.zeros((30, 28, 28), np.uint8))[:-1])),
+        ("train-images-idx3-ubyte.gz", packed(idx(np.zeros((30, 28), np.uint8)))),
+        ("train-images-idx3-ubyte.gz", packed(b"\0\0\x08\x03\0")),
+        ("train-images-idx3-ubyte.gz", packed(b"")),
+        ("train-images-idx3-ubyte.gz", packed(b"\0\0\x0d" + idx(np.zeros((30, 28, 28), np.uint8))[3:])),
+        ("train-labels-idx1-ubyte.gz", packed(idx(np.zeros(29, np.uint8)))),
+        ("train-labels-idx1-ubyte.gz", packed(idx(np.full(30, 10, np.uint8)))),
+        ("t10k-labels-idx1-ubyte.gz", packed(idx(np.zeros(11, np.uint8)))),
     ],
+    ids=range(11),
 )
 def test_corrupt_idx_files_are_named(tmp_path, name, content):
     write_mnist(tmp_path / "mnist")
@@ -198,6 +203,7 @@ GOOD = np.zeros((4, 3072), np.uint8)
         pickle.dumps({b"data": GOOD}),
         pickle.dumps({b"data": b"bytes", b"labels": [0] * 4}),
     ],
+    ids=range(13),
 )
 def test_corrupt_cifar10_batches_are_named(tmp_path, content):
     write_cifar10(tmp_path / "cifar-10-batches-py", protocol(4))

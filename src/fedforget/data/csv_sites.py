@@ -7,6 +7,7 @@ that the file does not hold any more.
 from __future__ import annotations
 
 import csv
+import io
 import math
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -139,8 +140,8 @@ def _rows(path: Path, id_column: str | None = None) -> Iterator[_Row]:
     """The header and then every row, blank lines included."""
     raw_lines: list[bytes] = []
 
-    def decoded(file: Iterable[bytes]) -> Iterator[str]:
-        for raw in file:
+    def decoded(lines: Iterable[bytes]) -> Iterator[str]:
+        for raw in lines:
             raw_lines.append(raw)
             # Only a file's first line may start with a byte order mark.
             yield raw.decode("utf-8-sig" if reader.line_num == 0 else "utf-8")
@@ -148,23 +149,24 @@ def _rows(path: Path, id_column: str | None = None) -> Iterator[_Row]:
     line = 1
     header: list[str] = []
     try:
-        with path.open("rb") as file:
-            reader = csv.reader(decoded(file), strict=True)
-            for cells in reader:
-                if not header:
-                    header = [cell.strip() for cell in cells]
-                    if not header or len(set(header)) != len(header):
-                        raise DataError(f"{path}, line 1: give every column a name of its own")
-                    if id_column is not None and id_column not in header:
-                        raise DataError(f"{path} has no column {id_column!r}: it has {', '.join(header)}")
-                    yield _Row(line, b"".join(raw_lines), header, None)
-                elif cells and len(cells) != len(header):
-                    raise DataError(f"{path}, line {line}: {len(cells)} cells where the header has {len(header)}")
-                else:
-                    row_id = cells[header.index(id_column)].strip() if id_column is not None and cells else None
-                    yield _Row(line, b"".join(raw_lines), cells, row_id)
-                raw_lines.clear()
-                line = reader.line_num + 1
+        # Read at once: an iteration that is given up halfway must not leave the file open.
+        lines = io.BytesIO(path.read_bytes())
+        reader = csv.reader(decoded(lines), strict=True)
+        for cells in reader:
+            if not header:
+                header = [cell.strip() for cell in cells]
+                if not header or len(set(header)) != len(header):
+                    raise DataError(f"{path}, line 1: give every column a name of its own")
+                if id_column is not None and id_column not in header:
+                    raise DataError(f"{path} has no column {id_column!r}: it has {', '.join(header)}")
+                yield _Row(line, b"".join(raw_lines), header, None)
+            elif cells and len(cells) != len(header):
+                raise DataError(f"{path}, line {line}: {len(cells)} cells where the header has {len(header)}")
+            else:
+                row_id = cells[header.index(id_column)].strip() if id_column is not None and cells else None
+                yield _Row(line, b"".join(raw_lines), cells, row_id)
+            raw_lines.clear()
+            line = reader.line_num + 1
     except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}, line {line}: cannot be read as CSV in UTF-8: {error}") from error
     if not header:

@@ -115,7 +115,7 @@ class Silo:
         return self._samples
 
     def draw(self, plan: Plan, count: int) -> tuple[SampleId, ...]:
-        """Ids of `count` training samples, drawn at random but always alike: for the holder, not for the coordinator."""
+        """Ids of `count` training samples, drawn at random but always alike: for the holder, not the coordinator."""
         ids = self._split(self._samples, plan, evaluation=False).ids
         if count > len(ids):
             raise DeletionError(f"silo {self.name} holds {len(ids)} training samples: {count} cannot be deleted there")
@@ -137,7 +137,7 @@ class Silo:
         state = self._state.before(task.run, task.round)
         if state is not None:
             optimizer.load_state_dict(state)
-        with seeded(self._device, "train", task.plan.seed, task.round, self.name):
+        with seeded(self._device, "train", task.plan.seed, task.round, self.name), training.reproducible():
             try:
                 loss = training.train(model, optimizer, x, y, task.plan, task.round, self.name)
             except FedforgetError:
@@ -178,11 +178,12 @@ class Silo:
         if task.commit:
             # Durable first: after this line no crash and no restored source can bring a deleted sample back.
             self._tombstones.add(gone)
-            # Asked again after a crash, ids that are gone here may still lie in the source: it is told of all.
-            if isinstance(self.source, PhysicalDeletion):
-                self.source.delete(asked.values())
             self._samples = left
             self._wipe()
+            if isinstance(self.source, PhysicalDeletion):
+                # All that has a tombstone, not only what was asked: an earlier call may have been cut off here.
+                held = [sample_id for sample_id, *_ in self.source]
+                self.source.delete(self._tombstones.held(held))
         return Forgotten(len(gone), len(absent), len(self._split(left, task.plan, evaluation=False)))
 
     def _wipe(self) -> Wiped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,13 @@ def train(
         total += loss.detach() * len(positions)
         seen += len(positions)
     return float(total) / seen
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Inside, an accelerator's convolutions take the algorithms that give the same bits each time."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        yield
 
 
 @torch.no_grad()

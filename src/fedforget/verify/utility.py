@@ -25,7 +25,7 @@ def sape(baseline: float, unlearned: float) -> float:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """v in rounds and in training time at an accuracy that both runs reach; None, with a reason, where there is none."""
+    """v in rounds and in training time at an accuracy that both runs reach; None, with a reason, if there is none."""
 
     accuracy: float | None
     rounds: float | None
