@@ -26,8 +26,9 @@ lint: .venv/.develop  ## style, types and import tiers
 test: lint  ## the gate: lint, then every test
 	$(BIN)/pytest
 
-bench: .venv/.run  ## the benchmarks at a size for two cores; FEDFORGET_DATA names the folder of the datasets
-	$(BIN)/python benchmarks/paper_rule.py --dataset digits --out .demo/bench
+bench: .venv/.run  ## the benchmarks at a size for two cores, into .bench
+	$(BIN)/python benchmarks/demo_rates.py --out .bench
+	$(BIN)/python benchmarks/paper_rule.py --dataset digits --out .bench
 
 clean:  ## remove the environment and what the targets left
-	rm -rf .venv .demo
+	rm -rf .venv .bench

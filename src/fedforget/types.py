@@ -54,7 +54,8 @@ class Samples:
 
     def ordered(self) -> Samples:
         """The same samples in the order of their ids."""
-        return self.select(sorted(range(len(self)), key=lambda i: id_order(self.ids[i])))
+        order = sorted(range(len(self)), key=lambda i: id_order(self.ids[i]))
+        return self if order == list(range(len(self))) else self.select(order)
 
     @property
     def shape(self) -> tuple[int, ...]:
