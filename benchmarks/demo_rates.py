@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -55,7 +54,6 @@ def main() -> None:
                     "batch": 32,
                     "seed": seed,
                     "accuracy": accuracy,
-                    "seconds": list(accumulate(record.seconds for record in records)),
                 }
                 file.write(json.dumps(line) + "\n")
                 hits = [number for number, value in enumerate(accuracy, 1) if value >= WANTED]

@@ -61,6 +61,7 @@ def digests(folder: Path) -> list[str]:
     """The digests of all releases that show; each must be whole."""
     federation = opened(folder)
     assert federation.release.record.digest
+    assert [path.parent.name for path in folder.glob("releases/*/weights.pt")] == [str(federation.release.version)]
     return [record.digest for record in federation.releases]
 
 

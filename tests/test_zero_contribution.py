@@ -73,7 +73,7 @@ def cases(draw: st.DrawFn) -> Case:
         "preprocessing": draw(st.sampled_from([ff.Preprocessing(), ff.Preprocessing("standardize")])),
         "test": None if held_out else small.TEST,
     }
-    method = draw(st.sampled_from(sorted(methods.BUILT_IN).copy()).map(methods.BUILT_IN.get))
+    method = draw(st.sampled_from(sorted(methods.BUILT_IN)).map(methods.BUILT_IN.get))
     method = method(optimizer=draw(optimizers))
     deletions = [
         {
@@ -98,7 +98,8 @@ def forget_all(federation: ff.Federation, case: Case) -> ff.Release | None:
         for part in case.deletions:
             federation.forget(part, case.method)
     except ff.DeletionError as error:
-        assert "every training sample" in str(error)
+        if "every training sample" not in str(error):
+            raise
         return None
     return federation.release
 
@@ -107,7 +108,8 @@ def trained(federation: ff.Federation, plan: ff.Plan) -> bool:
     try:
         federation.train(plan)
     except ff.DataError as error:
-        assert "no silo has a training sample" in str(error)
+        if "no silo has a training sample" not in str(error):
+            raise
         return False
     return True
 

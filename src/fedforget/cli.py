@@ -16,7 +16,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from fedforget import methods
 from fedforget.config import TrainConfig, chosen, parsed_settings
@@ -35,34 +34,43 @@ from fedforget.work import Deletions, Share
 
 app = typer.Typer(
     help="Federated learning whose participants can take their data back.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 errors = Console(stderr=True)
-page = Console()
+
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C stopped, by which a shell's loop knows to stop too."""
+
+
+def option(help_text: str, metavar: str | None = None, panel: str | None = None) -> Any:
+    """An option whose default is written in its help, so that a TOML file can come between the two."""
+    return typer.Option(help=help_text, metavar=metavar, show_default=False, rich_help_panel=panel)
+
+
+def flag(name: str, help_text: str, panel: str | None = None) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=help_text, metavar="", show_default=False, rich_help_panel=panel)
+
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
-DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, …")]
-SettingOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="A further setting of the optimizer; may be repeated.", show_default=False),
-]
-
-
-def option(help_text: str, metavar: str | None = None) -> Any:
-    """An option whose default is written in its help, so that a TOML file can come between the two."""
-    return typer.Option(help=help_text, metavar=metavar, show_default=False)
+JsonOption = Annotated[bool, flag("--json", "Print one JSON object, and nothing else, on stdout.")]
+DeviceOption = Annotated[str, option("Where to compute: cpu, cuda, cuda:1, …; default: cpu.", "NAME")]
+DATA, LEARNING, SILOS = "Data", "Model and learning", "Silos and rounds"
+WHAT, HOW = "What is deleted", "How the model is retrained"
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, flag("--version", "Print the version.")] = False,
+) -> None:
     """Federated learning whose participants can take their data back."""
     if version:
-        page.print(__version__, soft_wrap=True, highlight=False)
-        raise typer.Exit
+        say(__version__)
+    elif context.invoked_subcommand is None:
+        say(context.get_help())
 
 
 @app.command()
@@ -70,70 +78,112 @@ def demo(
     out: Annotated[Path | None, option("Where to keep the run; default: a new temporary folder.", "RUN")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Ten silos train, one deletes 2 % of all samples, all retrain, and the proof that nothing is left."""
+    """Show it all on handwritten digits, in seconds.
+
+    Ten silos train one model, one of them deletes 2 % of all samples, all retrain,
+    and a fresh process proves that nothing is left.
+    """
     folder = out or Path(tempfile.mkdtemp(prefix="fedforget-demo-"))
     with progress(shown=not as_json) as on_round:
         shown = run_demo(folder, on_round)
     if as_json:
         print_json(shown.as_dict())
         return
-    for line in shown.lines():
-        page.print(line, soft_wrap=True, highlight=False)
+    say(*shown.lines())
 
 
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(metavar="RUN", help="The run's folder, made anew or gone on with.")],
-    config: Annotated[Path | None, option("A TOML file with these settings, by the same names.", "FILE")] = None,
-    dataset: Annotated[
-        str | None, option("A name of `fedforget datasets`, csv, hub:NAME or package.module:callable [digits].")
+    out: Annotated[Path, option("The run's folder, made anew or gone on with.", "RUN")],
+    config: Annotated[
+        Path | None, option("A TOML file with settings by the names of these options; options override it.", "FILE")
     ] = None,
-    data_dir: Annotated[str | None, option("Where the dataset's files are [$FEDFORGET_DATA].", "FOLDER")] = None,
+    dataset: Annotated[
+        str | None,
+        option(
+            "A name of `fedforget datasets`, csv, hub:NAME or package.module:callable; default: digits.", "NAME", DATA
+        ),
+    ] = None,
+    data_dir: Annotated[
+        str | None, option("Where the dataset's files are; default: $FEDFORGET_DATA.", "FOLDER", DATA)
+    ] = None,
+    label_column: Annotated[str | None, option("For csv and hub: the column to predict.", "NAME", DATA)] = None,
+    id_column: Annotated[
+        str | None, option("For csv: the column of sample ids; default: row numbers.", "NAME", DATA)
+    ] = None,
+    label_threshold: Annotated[
+        float | None, option("For csv: a label above it is class 1, others class 0.", None, DATA)
+    ] = None,
+    missing: Annotated[
+        list[str] | None, option("For csv: a mark of a missing value, as -9; may be repeated.", "TEXT", DATA)
+    ] = None,
+    erase: Annotated[
+        bool | None, flag("--erase", "For csv: deletion also removes the row from its file.", DATA)
+    ] = None,
+    input_column: Annotated[str | None, option("For hub: the column of inputs.", "NAME", DATA)] = None,
+    silos: Annotated[int | None, option("How many silos share the data; default: 10.", None, SILOS)] = None,
     partition: Annotated[
         Literal["even", "dirichlet", "shards", "sites"] | None,
-        option("How samples are shared out [even; sites where the data comes by site]."),
+        option("How they share it; default: even, or sites where the data comes by site.", None, SILOS),
     ] = None,
-    silos: Annotated[int | None, option("Number of silos [10].")] = None,
-    alpha: Annotated[float | None, option("Of the Dirichlet partition: smaller is more uneven [0.5].")] = None,
-    shards: Annotated[int | None, option("Label shards for each silo [2].")] = None,
-    partition_seed: Annotated[int | None, option("Seed of the partition, apart from the plan's [0].")] = None,
-    label_column: Annotated[str | None, option("For csv and hub: the column to predict.")] = None,
-    id_column: Annotated[str | None, option("For csv: the column of sample ids [row numbers].")] = None,
-    input_column: Annotated[str | None, option("For hub: the column of inputs.")] = None,
-    label_threshold: Annotated[float | None, option("For csv: a label above it is class 1, others class 0.")] = None,
-    missing: Annotated[list[str] | None, option("For csv: a mark of a missing value; may be repeated.")] = None,
-    erase: Annotated[
-        bool | None, typer.Option("--erase", help="For csv: deletion also removes the row from its file.")
+    alpha: Annotated[
+        float | None, option("For dirichlet: the smaller, the more uneven; default: 0.5.", None, SILOS)
     ] = None,
-    model: Annotated[
-        str | None, option("cnn, alexnet, resnet18, mlp, logistic or package.module:callable [by dataset].")
+    shards: Annotated[int | None, option("For shards: label shards for each silo; default: 2.", None, SILOS)] = None,
+    partition_seed: Annotated[int | None, option("Seed of the partition alone; default: 0.", None, SILOS)] = None,
+    rounds: Annotated[int | None, option("Training rounds; default: 20.", None, SILOS)] = None,
+    silos_per_round: Annotated[
+        int | None, option("Silos that take part in a round; default: all.", None, SILOS)
     ] = None,
-    rounds: Annotated[int | None, option("Training rounds [20].")] = None,
-    optimizer: Annotated[str | None, option("sgd, adam, diagonal-fisher or package.module:callable [sgd].")] = None,
-    lr: Annotated[float | None, option("Learning rate [the optimizer's own].")] = None,
-    optimizer_setting: SettingOption = None,
+    share: Annotated[
+        float | None, option("The same as a share of the silos, the paper's q; default: 1.", None, SILOS)
+    ] = None,
+    local_epochs: Annotated[
+        int | None, option("Passes over a silo's samples each round; default: 1.", None, SILOS)
+    ] = None,
     aggregation: Annotated[
-        str | None, option("fedavg, median, trimmed-mean or package.module:callable [fedavg].")
+        str | None, option("fedavg, median, trimmed-mean or package.module:callable; default: fedavg.", "NAME", SILOS)
     ] = None,
     aggregation_setting: Annotated[
-        list[str] | None, option("A setting of the aggregation, as trim=0.2; may be repeated.", "NAME=VALUE")
+        list[str] | None, option("A setting of the aggregation, as trim=0.2; may be repeated.", "NAME=VALUE", SILOS)
     ] = None,
-    batch_size: Annotated[int | None, option("Samples a local step [32].")] = None,
-    local_epochs: Annotated[int | None, option("Passes over a silo's samples each round [1].")] = None,
-    silos_per_round: Annotated[int | None, option("Silos that take part in a round [all].")] = None,
-    share: Annotated[float | None, option("The same as a share of the silos, the paper's q [1].")] = None,
-    l2: Annotated[float | None, option("Weight λ of the L2 term of Eq. 1 [0].")] = None,
-    target_accuracy: Annotated[float | None, option("Stop once a round reaches it.")] = None,
+    target_accuracy: Annotated[float | None, option("Stop once a round reaches it.", None, SILOS)] = None,
     holdout: Annotated[
-        float | None, option("Share that silos set aside for evaluation where there is no public test split [0.2].")
+        float | None,
+        option("Share set aside at silos where there is no public test split; default: 0.2.", None, SILOS),
     ] = None,
-    dtype: Annotated[Literal["float32", "float64"] | None, option("Arithmetic [float32].")] = None,
-    seed: Annotated[int | None, option("Of initialisation, order of samples and participation [0].")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Rounds between checkpoints; 0: none.")] = 1,
+    model: Annotated[
+        str | None,
+        option(
+            "cnn, alexnet, resnet18, mlp, logistic or package.module:callable; default: by dataset.", "NAME", LEARNING
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None, option("sgd, adam, diagonal-fisher or package.module:callable; default: sgd.", "NAME", LEARNING)
+    ] = None,
+    lr: Annotated[float | None, option("Learning rate; default: the optimizer's own.", None, LEARNING)] = None,
+    optimizer_setting: Annotated[
+        list[str] | None,
+        option("A further setting of the optimizer, as momentum=0.9; may be repeated.", "NAME=VALUE", LEARNING),
+    ] = None,
+    batch_size: Annotated[int | None, option("Samples a local step; default: 32.", None, LEARNING)] = None,
+    l2: Annotated[float | None, option("Weight λ of the L2 term of Eq. 1; default: 0.", None, LEARNING)] = None,
+    dtype: Annotated[
+        Literal["float32", "float64"] | None, option("Arithmetic; default: float32.", None, LEARNING)
+    ] = None,
+    seed: Annotated[
+        int | None, option("Of initialisation, order of samples and participation; default: 0.", None, LEARNING)
+    ] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Rounds between checkpoints; 0: none; default: 1.", min=0, show_default=False)
+    ] = 1,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Train a model over silos and release it; the same command goes on where a killed one stopped."""
+    """Train one model over many silos, and release it.
+
+    The same command goes on where a killed one stopped.
+    """
     given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
     given["optimizer_setting"] = parsed_settings(optimizer_setting)
     given["aggregation_setting"] = parsed_settings(aggregation_setting)
@@ -148,26 +198,33 @@ def train(
             on_round=on_round,
         )
         plan = federation.completed(wanted.plan(len(federation.silos)))
-        trained = [record for record in federation.releases if record.method is None]
-        if trained and trained[-1].plan != plan:
-            raise RunFolderError(f"{out} is trained already, by another plan: choose another --out")
+        if wanted.holdout and not federation.folder.description()["holdout"]:
+            raise PlanError(f"dataset {wanted.dataset} has a public test split: leave holdout out")
+        trained = [record.plan for record in federation.releases if record.method is None]
+        if trained and trained[-1] != plan:
+            differing = ", ".join(name for name, value in vars(plan).items() if vars(trained[-1])[name] != value)
+            raise RunFolderError(
+                f"{out} is trained already by another plan (not the same: {differing}): choose another --out"
+            )
         release = federation.release if trained else federation.train(plan)
     report = write_report(federation.folder)
-    summary = {**release_summary(release), "silos": len(federation.silos), "run": str(out), "report": str(report)}
     if as_json:
-        print_json(summary)
+        print_json(
+            {
+                **release_summary(release),
+                "changed": not trained,
+                "silos": len(federation.silos),
+                "run": str(out),
+                "report": str(report),
+            }
+        )
         return
     if trained:
-        page.print(
-            f"{out} is trained already by this plan: release {release.version} is served.",
-            soft_wrap=True,
-            highlight=False,
-        )
-    page.print(
-        f"Release {release.version}: accuracy {percent(release.accuracy)} after {len(release.records)} rounds "
-        f"of {release.plan.optimizer} over {len(federation.silos)} silos. Report: {report}",
-        soft_wrap=True,
-        highlight=False,
+        say(f"{out} is trained already by this plan; nothing was done.")
+    say(
+        f"Release {release.version}{' is served' if trained else ''}: accuracy {percent(release.accuracy)} after "
+        f"{len(release.records)} rounds of {release.plan.optimizer} over {len(federation.silos)} silos.",
+        f"Report: {report}",
     )
 
 
@@ -175,54 +232,73 @@ def train(
 def predict(
     run: RunArgument,
     input_file: Annotated[
-        Path, typer.Option("--input", metavar="FILE", help="A .npy file: one sample, or samples along the first axis.")
+        Path,
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help="A .npy file: one sample, or samples along the first axis.",
+            show_default=False,
+        ),
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Classify samples, given as the dataset has them, with the release that is served."""
+    """Classify samples with the release that is served.
+
+    Samples are given as the dataset has them: preprocessing is part of the release.
+    """
     release = served_release(run)
-    try:
-        x = torch.from_numpy(np.load(input_file, allow_pickle=False))
-    except (OSError, ValueError, EOFError, TypeError) as error:
-        raise DataError(f"{input_file} cannot be read as a .npy file of numbers: {error}") from error
-    probabilities = release.predict(x)
-    answers = [
-        {"class": release.record.classes[int(row.argmax())], "probability": float(row.max())} for row in probabilities
-    ]
+    probabilities = release.predict(samples_of(input_file, release.plan.shape or ()))
+    unknown = [number for number, row in enumerate(probabilities) if not bool(row.isfinite().all())]
+    if unknown:
+        raise DataError(f"{input_file}: sample {unknown[0]} holds values that are missing or not finite: replace them")
+    answers = [(release.record.classes[int(row.argmax())], float(row.max())) for row in probabilities]
     if as_json:
-        print_json({"release": release.version, "classes": release.record.classes, "predictions": answers,
-                    "probabilities": probabilities.tolist()})  # fmt: skip
+        print_json(
+            {
+                "release": release.version,
+                "classes": release.record.classes,
+                "predictions": [{"class": name, "probability": probability} for name, probability in answers],
+                "probabilities": probabilities.tolist(),
+            }
+        )
         return
-    for answer in answers:
-        page.print(f"{answer['class']}  {percent(answer['probability'])}", soft_wrap=True, highlight=False)
+    say(*(f"{name}  {percent(probability)}" for name, probability in answers))
 
 
 @app.command()
 def forget(
     run: RunArgument,
-    silo: Annotated[list[str] | None, option("The silo whose samples are deleted; may be repeated.")] = None,
-    ids: Annotated[str | None, option("Sample ids, separated by commas.", "ID,ID,…")] = None,
-    ids_file: Annotated[Path | None, option("A file with one sample id a line.", "FILE")] = None,
-    fraction: Annotated[float | None, option("Delete this share of all training samples at each named silo.")] = None,
-    whole_silo: Annotated[bool, typer.Option("--whole-silo", help="Delete all that each named silo holds.")] = False,
-    request: Annotated[
-        Path | None, option('Several silos at once: a JSON file like {"silo-1": [3, 17], "silo-2": "all"}.', "FILE")
+    silo: Annotated[
+        list[str] | None, option("The silo whose samples are deleted; may be repeated.", "NAME", WHAT)
     ] = None,
-    method: Annotated[str | None, option("How to unlearn: a name of `fedforget methods` [rapid].")] = None,
-    optimizer: Annotated[str | None, option("Retrain by this optimizer [the method's own].")] = None,
-    lr: Annotated[float | None, option("Its learning rate.")] = None,
-    optimizer_setting: SettingOption = None,
-    rounds: Annotated[int | None, option("Rounds of the retraining [the plan's].")] = None,
-    target_accuracy: Annotated[float | None, option("Stop the retraining once a round reaches it.")] = None,
-    baseline: Annotated[
-        bool, typer.Option("--baseline", help="Also measure the retrained baseline, for the report.")
-    ] = False,
+    ids: Annotated[str | None, option("Sample ids, separated by commas.", "ID,ID,…", WHAT)] = None,
+    ids_file: Annotated[Path | None, option("A file with one sample id a line.", "FILE", WHAT)] = None,
+    fraction: Annotated[
+        float | None, option("Delete this share of all training samples at each named silo.", None, WHAT)
+    ] = None,
+    whole_silo: Annotated[bool, flag("--whole-silo", "Delete all that each named silo holds.", WHAT)] = False,
+    request: Annotated[
+        Path | None,
+        option('Several silos at once: a JSON file like {"silo-1": [3, 17], "silo-2": "all"}.', "FILE", WHAT),
+    ] = None,
+    method: Annotated[str | None, option("A name of `fedforget methods`; default: rapid.", "NAME", HOW)] = None,
+    optimizer: Annotated[
+        str | None, option("Retrain by this optimizer; default: the method's own.", "NAME", HOW)
+    ] = None,
+    lr: Annotated[float | None, option("Its learning rate.", None, HOW)] = None,
+    optimizer_setting: Annotated[
+        list[str] | None, option("A further setting of it, as eps=0.001; may be repeated.", "NAME=VALUE", HOW)
+    ] = None,
+    rounds: Annotated[int | None, option("Rounds of the retraining; default: the plan's.", None, HOW)] = None,
+    target_accuracy: Annotated[float | None, option("Stop the retraining once a round reaches it.", None, HOW)] = None,
+    baseline: Annotated[bool, flag("--baseline", "Also measure the retrained baseline, for the report.", HOW)] = False,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Delete samples for good, retrain without them, and release the result.
+    """Delete samples for good, and retrain without them.
 
-    Without a silo it finishes a deletion that was killed or failed.
+    What comes of it is released, and what was served is revoked.
+    Where no sample is named, a deletion that was killed or failed is finished.
     """
     asked = deletions(silo, ids, ids_file, fraction, whole_silo, request)
     with progress(shown=not as_json) as on_round:
@@ -248,47 +324,49 @@ def forget(
         print_json(summary)
         return
     if not changed:
-        page.print(
-            f"All of this was deleted before: release {release.version} stays served.", soft_wrap=True, highlight=False
-        )
+        say(f"All of this was deleted before: release {release.version} stays served.")
         return
     parts = ", ".join(f"{count} at {name}" for name, count in release.deleted.items())
-    page.print(
-        f"Deleted {parts}. Release {release.version} by {release.record.method}: accuracy "
-        f"{percent(release.accuracy)} (before: {percent(before.accuracy)}) after {len(release.records)} rounds; "
-        f"release {before.version} is revoked. Prove it: fedforget verify {run}. Report: {report}",
-        soft_wrap=True,
-        highlight=False,
+    say(
+        f"Deleted for good: {parts}.",
+        f"Release {release.version} by {release.record.method}: accuracy {percent(release.accuracy)} after "
+        f"{len(release.records)} rounds (before: {percent(before.accuracy)}); release {before.version} is revoked.",
     )
+    if release.baseline is not None:
+        say(f"Retrained baseline: {percent(release.baseline.accuracy)}; {compared(release)}.")
+    say(f"Report: {report}", f"Prove it: fedforget verify {run}")
 
 
 @app.command()
 def verify(run: RunArgument, device: DeviceOption = "cpu", as_json: JsonOption = False) -> None:
-    """Train the reference in a fresh process, without what was deleted, and compare bit for bit.
+    """Prove bit for bit that nothing of what was deleted is left.
 
-    Exit code 0: identical; 1: not identical. A deletion that was killed is finished first.
+    A fresh process, which never saw what was deleted, makes the model again.
+    Exit code 0: identical; 1: not identical. What was killed is finished first.
     """
     with progress(shown=not as_json) as on_round:
         federation = Federation.open(run, device=device, on_round=on_round)
         verdict = federation.verify()
     write_report(federation.folder)
     if as_json:
-        print_json({
-            "release": verdict.version,
-            "bit_identical": verdict.identical,
-            "samples_deleted": verdict.deleted,
-            "digest": verdict.digest,
-            "reference_digest": verdict.reference_digest,
-        })  # fmt: skip
+        print_json(
+            {
+                "release": verdict.version,
+                "bit_identical": verdict.identical,
+                "samples_deleted": verdict.deleted,
+                "digest": verdict.digest,
+                "reference_digest": verdict.reference_digest,
+            }
+        )
     else:
-        page.print(str(verdict), soft_wrap=True, highlight=False)
+        say(str(verdict)[0].upper() + str(verdict)[1:])
     if not verdict:
         raise typer.Exit(1)
 
 
 @app.command()
 def releases(run: RunArgument, as_json: JsonOption = False) -> None:
-    """List the releases of a run: the newest is served, all others are revoked."""
+    """List a run's releases: which is served, which are revoked."""
     folder = RunFolder.open(run)
     records = [folder.release(version) for version in folder.versions()]
     rows: list[dict[str, Any]] = [
@@ -297,42 +375,79 @@ def releases(run: RunArgument, as_json: JsonOption = False) -> None:
             "state": "served" if record is records[-1] else "revoked",
             "made_by": record.method or "train",
             "guarantee": record.guarantee,
-            "optimizer": str(record.plan.optimizer),
             "accuracy": number(record.records[-1].accuracy),
             "rounds": len(record.records),
             "samples_deleted": sum(record.deleted.values()),
-            "verified": (folder.attached(record.version, "verification") or {}).get("identical"),
+            "verified": (folder.verification(record.version) or {}).get("identical"),
             "created": record.created,
+            "optimizer": str(record.plan.optimizer),
         }
         for record in records
     ]
-    show(rows, {"releases": rows, "unfinished": folder.pending() is not None}, as_json=as_json)
-    if folder.pending() is not None and not as_json:
-        page.print("Work is not finished here: run the same command again.", soft_wrap=True, highlight=False)
+    unfinished = folder.pending() is not None
+    if as_json:
+        print_json({"releases": rows, "unfinished": unfinished})
+        return
+    if rows:
+        show(rows)
+    if unfinished:
+        say("Work is not finished here: run the same command again.")
 
 
 @app.command("methods")
 def list_methods(as_json: JsonOption = False) -> None:
-    """List the ways to unlearn, with what each guarantees."""
+    """List the ways to unlearn, and what each guarantees."""
     rows: list[dict[str, Any]] = [
         {"method": name, "guarantee": kind.guarantee, "what_it_does": kind.summary}
         for name, kind in methods.BUILT_IN.items()
     ]
-    show(rows, {"methods": rows}, as_json=as_json)
+    if as_json:
+        print_json({"methods": rows})
+    else:
+        show(rows)
 
 
 @app.command("datasets")
 def list_datasets(
-    data_dir: Annotated[Path | None, option("Where to look for files [$FEDFORGET_DATA].", "FOLDER")] = None,
+    data_dir: Annotated[Path | None, option("Where to look for files; default: $FEDFORGET_DATA.", "FOLDER")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the datasets, the files that each needs, and whether they are there."""
+    """List the datasets, their files, and whether these are there."""
     present = datasets.available(data_dir)
     rows: list[dict[str, Any]] = [
         {"dataset": name, "there": present[name], "what_it_is": entry.description, "files": entry.files}
         for name, entry in datasets.BUILT_IN.items()
     ]
-    show(rows, {"datasets": rows}, as_json=as_json)
+    if as_json:
+        print_json({"datasets": rows})
+        return
+    show([{name: value for name, value in row.items() if name != "files"} for row in rows])
+    say("", "Files, in the folder that --data-dir or FEDFORGET_DATA names:")
+    for row in rows:
+        if row["files"]:
+            folder = Path(row["files"][0]).parent
+            say(f"  {folder}/  {', '.join(Path(file).name for file in row['files'])}")
+    say("", "Data of your own: csv (one file for each site), hub:NAME (Hugging Face), package.module:callable.")
+
+
+def samples_of(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
+    """The samples of a .npy file, for a model that takes samples of this shape."""
+    try:
+        values = np.load(path, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist: name a .npy file with --input") from error
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read as a .npy file of numbers: {error}") from error
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
+        kind = values.dtype if isinstance(values, np.ndarray) else "several arrays"
+        raise DataError(f"{path} holds {kind}, not one array of numbers: save it with numpy.save")
+    if values.shape not in (shape, (*values.shape[:1], *shape)):
+        raise DataError(
+            f"{path} holds an array of shape {values.shape}; the model takes one sample of shape {shape}, "
+            f"or n of them along the first axis: {('n', *shape)}".replace("'n'", "n")
+        )
+    # torch takes neither foreign byte orders nor all of numpy's widths; silos compute in single or double precision.
+    return torch.from_numpy(values.astype(np.float64))
 
 
 def deletions(
@@ -374,12 +489,19 @@ def _lines(path: Path | None) -> list[str]:
 
 
 def _request_file(path: Path) -> Deletions:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DeletionError(f"{path} names silo {twice[0]!r} twice: give each silo one list")
+        return dict(pairs)
+
     try:
-        content = json.loads("\n".join(_lines(path)))
+        content = json.loads("\n".join(_lines(path)), object_pairs_hook=once)
     except ValueError as error:
         raise DeletionError(f"{path} is not valid JSON: {error}") from error
     good = isinstance(content, dict) and all(
-        part == "all" or (isinstance(part, list) and all(isinstance(sample_id, int | str) for sample_id in part))
+        part == "all" or (isinstance(part, list) and all(type(sample_id) in (int, str) for sample_id in part))
         for part in content.values()
     )
     if not good:
@@ -433,6 +555,19 @@ def release_summary(release: Release) -> dict[str, Any]:
     }
 
 
+def compared(release: Release) -> str:
+    """How a release compares with its baseline."""
+    speed = release.speed_up
+    assert release.sape is not None
+    assert speed is not None
+    if speed.rounds is None or speed.time is None:
+        return f"SAPE {release.sape:.1e}, no v: {speed.reason}"
+    return (
+        f"SAPE {release.sape:.1e}, v = {speed.rounds:.2f} in rounds and {speed.time:.2f} in time "
+        f"(at {percent(speed.accuracy)})"
+    )
+
+
 def number(value: float | None) -> float | None:
     """A number as JSON knows it: one that does not exist is null."""
     return None if value is None or math.isnan(value) else value
@@ -448,27 +583,29 @@ def print_json(content: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
 
 
-def show(rows: list[dict[str, Any]], content: dict[str, Any], *, as_json: bool) -> None:
-    """Rows as a table for people, or the content as JSON."""
-    if as_json:
-        print_json(content)
-        return
-    table = Table(box=None, pad_edge=False)
-    for name in rows[0] if rows else []:
-        table.add_column(name.replace("_", " "), overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(name, value) for name, value in row.items()))
-    page.print(table)
+def say(*lines: str) -> None:
+    """Lines for people, on stdout; a terminal may wrap them, but they are never cut."""
+    for line in lines:
+        sys.stdout.write(line + "\n")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Rows as a table for people."""
+    heads = [name.replace("_", " ") for name in rows[0]]
+    table = [heads, *([_cell(name, value) for name, value in row.items()] for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(heads))]
+    for line in table:
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _cell(name: str, value: Any) -> str:
     if name == "accuracy":
         return percent(value)
+    if name == "created":
+        return str(value)[:16].replace("T", " ")
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, tuple):
-        return "\n".join(value)
-    return "" if value is None else str(value)
+    return "–" if value is None else str(value)
 
 
 @contextmanager
@@ -504,12 +641,21 @@ def main() -> None:
     except FedforgetError as error:
         code = told(str(error))
     except (typer.Abort, KeyboardInterrupt):
-        code = told("stopped; the same command goes on from here")
+        code = INTERRUPTED
     except Exception as error:
         if not isinstance(error, usage_error):
             raise
-        code = told(error.format_message())  # type: ignore[attr-defined]  # found by name above
+        code = told(_usage(error))
+    if code == INTERRUPTED:
+        told("stopped; the same command goes on from here")
     sys.exit(code)
+
+
+def _usage(error: Exception) -> str:
+    """What was wrong with a command line, and where its options are listed."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "fedforget"
+    return f"{error.format_message().rstrip('.')}; see {command} --help"  # type: ignore[attr-defined]  # found by name
 
 
 def told(message: str) -> int:

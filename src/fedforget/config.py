@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fedforget.errors import PlanError
 from fedforget.sources import Origin, Partition, PartitionKind
@@ -61,16 +63,48 @@ class TrainConfig:
     @staticmethod
     def merged(config: Path | None, given: Mapping[str, Any]) -> TrainConfig:
         """The settings of a TOML file, if any, with what was given on the command line in place of its own."""
-        known = {part.name for part in fields(TrainConfig)}
         from_file = _read(config) if config else {}
-        unknown = sorted(set(from_file) - known)
-        if unknown:
-            raise PlanError(f"{config}: {unknown[0]!r} is no setting; the settings are {', '.join(sorted(known))}")
-        return TrainConfig(**{**from_file, **{name: value for name, value in given.items() if value is not None}})
+        settings = {**from_file, **{name: value for name, value in given.items() if value is not None}}
+        for part in ("optimizer", "aggregation"):
+            # A table's settings are of the optimizer that it names: they do not go to another one.
+            same = settings.get(part) == from_file.get(part)
+            kept = from_file.get(f"{part}_setting", {}) if same else {}
+            settings[f"{part}_setting"] = {**kept, **(given.get(f"{part}_setting") or {})}
+        made = TrainConfig(**settings)
+        for name in settings:
+            made._check_use(name)
+        return made
+
+    def __post_init__(self) -> None:
+        for name, (wanted, fits) in _KINDS.items():
+            value = getattr(self, name)
+            if not fits(value):
+                raise PlanError(f"{name} is {value!r}: it must be {wanted}")
+
+    def _check_use(self, name: str) -> None:
+        """Refuse a setting that would have no effect: whoever gives it expects one."""
+        for names, part, value, wanted in (
+            (("alpha",), "partition", self.partition_kind, ("dirichlet",)),
+            (("shards",), "partition", self.partition_kind, ("shards",)),
+            (("silos", "partition_seed"), "partition", self.partition_kind, ("even", "dirichlet", "shards")),
+            (("id_column", "label_threshold", "missing", "erase"), "dataset", self.dataset.split(":")[0], ("csv",)),
+            (("input_column",), "dataset", self.dataset.split(":")[0], ("hub",)),
+            (("label_column",), "dataset", self.dataset.split(":")[0], ("csv", "hub")),
+        ):
+            if name in names and value not in wanted:
+                raise PlanError(
+                    f"{name} has no effect with {part} {value}, but with {' or '.join(wanted)}: leave it out"
+                )
+        if name == "silos_per_round" and self.share < 1:
+            raise PlanError("silos_per_round and share say the same thing: give one of them")
+
+    @property
+    def partition_kind(self) -> PartitionKind:
+        """The partition that was asked for, or the one that suits the dataset."""
+        return self.partition or ("sites" if self.dataset in BY_SITE else "even")
 
     def origin(self) -> Origin:
         """Where the data comes from and how it is shared out."""
-        kind = self.partition or ("sites" if self.dataset in BY_SITE else "even")
         options: dict[str, Any] = {}
         if self.dataset == "csv":
             if self.label_column is None:
@@ -85,7 +119,7 @@ class TrainConfig:
         elif self.dataset.startswith("hub:"):
             options = {"input_column": self.input_column, "label_column": self.label_column}
         data_dir = None if self.data_dir is None else str(Path(self.data_dir).resolve())
-        partition = Partition(kind, self.silos, self.alpha, self.shards, self.partition_seed)
+        partition = Partition(self.partition_kind, self.silos, self.alpha, self.shards, self.partition_seed)
         return Origin(self.dataset, partition, data_dir, options)
 
     def model_name(self) -> str:
@@ -94,9 +128,9 @@ class TrainConfig:
 
     def plan(self, silos: int) -> Plan:
         """The plan, for a federation of so many silos."""
-        if not 0 < self.share <= 1:
-            raise PlanError(f"share is {self.share}: the share of silos a round must lie in (0, 1]")
         per_round = self.silos_per_round
+        if per_round is not None and per_round > silos:
+            raise PlanError(f"silos_per_round is {per_round}: there are {silos} silos")
         if per_round is None and self.share < 1:
             per_round = max(1, round(self.share * silos))
         return Plan(
@@ -116,7 +150,11 @@ class TrainConfig:
 
 def chosen(name: str, lr: float | None, settings: Mapping[str, Any]) -> Choice:
     """An optimizer with its settings."""
-    return Choice(name, settings if lr is None else {**settings, "lr": lr})
+    given = settings if lr is None else {**settings, "lr": lr}
+    for setting, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PlanError(f"{setting} is {value}: it must be a finite number")
+    return Choice(name, given)
 
 
 def parsed_settings(texts: list[str] | None) -> dict[str, Any] | None:
@@ -135,16 +173,78 @@ def parsed_settings(texts: list[str] | None) -> dict[str, Any] | None:
     return settings
 
 
+def _of(*kinds: type) -> Callable[[Any], bool]:
+    # By type, not isinstance: to Python true and false are numbers, and to nobody else.
+    return lambda value: type(value) in kinds
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _maybe(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+def _settings(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_of(int, float, bool, str)(part) for part in value.values())
+
+
+_TEXT, _WHOLE, _NUMBER = "a text", "a whole number", "a finite number"
+# What may come from a TOML file, where anything can stand; the command line has seen to its own.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "dataset": (_TEXT, _of(str)),
+    "data_dir": (_TEXT, _maybe(_of(str))),
+    "partition": (", ".join(get_args(PartitionKind)), lambda value: value in (None, *get_args(PartitionKind))),
+    "silos": (_WHOLE, _of(int)),
+    "alpha": (_NUMBER, _number),
+    "shards": (_WHOLE, _of(int)),
+    "partition_seed": (_WHOLE, _of(int)),
+    "label_column": (_TEXT, _maybe(_of(str))),
+    "id_column": (_TEXT, _maybe(_of(str))),
+    "input_column": (_TEXT, _maybe(_of(str))),
+    "label_threshold": (_NUMBER, _maybe(_number)),
+    "missing": ("a list of texts", lambda value: type(value) is list and all(map(_of(str), value))),
+    "erase": ("true or false", _of(bool)),
+    "model": (_TEXT, _maybe(_of(str))),
+    "rounds": (_WHOLE, _of(int)),
+    "optimizer": ("a name, or a table with one", _of(str)),
+    "lr": (_NUMBER, _maybe(_number)),
+    "optimizer_setting": ("a table of numbers, texts, true and false", _settings),
+    "aggregation": ("a name, or a table with one", _of(str)),
+    "aggregation_setting": ("a table of numbers, texts, true and false", _settings),
+    "batch_size": (_WHOLE, _of(int)),
+    "local_epochs": (_WHOLE, _of(int)),
+    "silos_per_round": (_WHOLE, _maybe(_of(int))),
+    "share": ("a number in (0, 1]", lambda value: _number(value) and 0 < value <= 1),
+    "l2": (_NUMBER, _number),
+    "target_accuracy": (_NUMBER, _maybe(_number)),
+    "holdout": (_NUMBER, _maybe(_number)),
+    "dtype": ("float32 or float64", lambda value: value in ("float32", "float64")),
+    "seed": (_WHOLE, _of(int)),
+}
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
-        raise PlanError(f"{path}: {error.strerror}") from error
+        raise PlanError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} is not valid TOML: {error}") from error
+    known = sorted(_KINDS)
+    for name in content:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.75)
+            hint = f"is it {near[0]}?" if near else f"the settings are {', '.join(known)}"
+            raise PlanError(f"{path}: {name!r} is no setting; {hint}")
     for name in ("optimizer", "aggregation"):
         if isinstance(content.get(name), dict):
             table = dict(content.pop(name))
             content[name] = table.pop("name", TrainConfig.optimizer if name == "optimizer" else TrainConfig.aggregation)
-            content[f"{name}_setting"] = table
+            content[f"{name}_setting"] = {**table, **content.get(f"{name}_setting", {})}
+    try:
+        TrainConfig(**content)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
     return content

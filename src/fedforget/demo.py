@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedforget.engine import Progress
+from fedforget.errors import RunFolderError
 from fedforget.methods import RapidRetrain
 from fedforget.pipeline import Federation
 from fedforget.report import write_report
@@ -72,6 +73,8 @@ def run_demo(folder: Path, on_round: Progress | None = None) -> DemoResult:
         federation = Federation.from_origin(origin, "mlp", folder=folder)
     else:
         federation = Federation.from_origin(origin, "mlp", folder=folder, on_round=on_round)
+    if federation.releases:
+        raise RunFolderError(f"{folder} holds a run already: choose another folder")
     before = federation.train(Plan(rounds=20, batch_size=32, optimizer=BASELINE, seed=0))
     after = federation.forget({FORGETS: Share(RATE)}, RapidRetrain(), baseline=True)
     verdict = after.verify()

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from fedforget import methods
-from fedforget.errors import RunFolderError, SiloError
+from fedforget.errors import FedforgetError, PlanError, RunFolderError, SiloError
 from fedforget.federation.coordinator import Coordinator
 from fedforget.federation.link import Link
 from fedforget.federation.registry import Registry, imported
 from fedforget.methods import Method, Retrain
 from fedforget.methods.method import from_settings, settings_of
 from fedforget.release import Baseline, Release, Verification, probabilities
-from fedforget.runs import ReleaseRecord, RunFolder, records_as_data, records_from_data
-from fedforget.types import Deletion, History, Plan, RoundRecord, Samples, TrainingResult
+from fedforget.runs import ReleaseRecord, RunFolder, records_as_data, whole
+from fedforget.types import Deletion, History, Plan, RoundRecord, Samples, State, TrainingResult
 from fedforget.verify.distance import output_distance, parameter_distance, state_digest
 from fedforget.work import Work
 
@@ -35,7 +35,10 @@ def method_name(method: Method) -> str:
 
 def named_method(name: str, settings: Mapping[str, Any]) -> Method:
     """The method that `method_name` and `settings_of` described."""
-    return from_settings(methods.BUILT_IN.get(name) or imported(name, "method"), settings)
+    try:
+        return from_settings(methods.BUILT_IN.get(name) or imported(name, "method"), settings)
+    except TypeError as error:
+        raise PlanError(f"method {name!r} cannot be made of the settings that are noted for it: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,16 @@ class Engine:
     def pending(self) -> Work | None:
         """Work that was begun and is not finished."""
         data = self.folder.pending()
-        return Work.from_dict(data) if data else None
+        if data is None:
+            return None
+        with whole(self.folder.path / "pending.json"):
+            work = Work.from_dict(data)
+            unknown = sorted(set(work.ids or {}) - set(self.link.silos))
+            if unknown:
+                raise ValueError(f"silo {unknown[0]!r} is unknown")
+            if (work.plan is None) == (work.method is None):
+                raise ValueError("it names no work")
+        return work
 
     def begin(self, work: Work) -> None:
         """Note the work durably, before its first effect."""
@@ -88,8 +100,8 @@ class Engine:
         """A release with its weights."""
         record = self.folder.release(version)
         state, fit = self.folder.weights(version)
-        beside = self.folder.attached(version, "baseline")
-        baseline = Baseline(records_from_data(beside["records"])) if beside else None
+        beside = self.folder.baseline(version)
+        baseline = Baseline(beside) if beside else None
         return Release(record, state, fit, baseline, self.registry, self.check)
 
     def served(self) -> Release:
@@ -104,7 +116,7 @@ class Engine:
         history = History(work.plan) if work.plan else self.history()
         if work.version not in self.folder.versions():
             if work.plan is not None:
-                self._publish(work, None, self.coordinator(work.run, work.plan, "train").train(work.plan))
+                self._publish(work, None, self._trained(work, work.plan))
             else:
                 assert work.method is not None, "a deletion's work names its method"
                 method = method or named_method(work.method, work.settings)
@@ -120,11 +132,25 @@ class Engine:
         self.folder.clear_pending()
         return self.release(work.version)
 
+    def drop(self, work: Work) -> None:
+        """Give up a training: nothing of it is left."""
+        if work.plan is not None:
+            self.coordinator(work.run, work.plan).wipe()
+            self.folder.clear_pending()
+
     def delete(self, work: Work, plan: Plan) -> None:
         """Have every silo acknowledge the work's deletions; from then on no plain id is kept."""
         if work.ids is not None:
             self.coordinator(work.run, plan).forget(plan, work.ids, commit=True)
             self.begin(dataclasses.replace(work, ids=None))
+
+    def _trained(self, work: Work, plan: Plan) -> TrainingResult:
+        try:
+            return self.coordinator(work.run, plan, "train").train(plan)
+        except FedforgetError:
+            # Noted, so that it stands in nobody's way: another plan, a deletion.
+            self.begin(dataclasses.replace(work, failed=True))
+            raise
 
     def _unlearned(self, work: Work, method: Method, history: History) -> TrainingResult:
         coordinator = self.coordinator(work.run, method.plan(history.plan), method.name)
@@ -170,9 +196,16 @@ class Engine:
         }
         if self.folder.versions():
             before = self.served()
-            metrics["parameter_distance"] = parameter_distance(before.state, result.state)
-            if self.test is not None:
+            # A deletion must go through also where the weights that it replaces are damaged.
+            intact = state_digest(before.state) == before.record.digest
+            if intact and _shapes(before.state) == _shapes(result.state):
+                metrics["parameter_distance"] = parameter_distance(before.state, result.state)
+            if intact and self.test is not None:
                 after = probabilities(self.registry, result, self.test.x)
                 metrics["output_distance"] = output_distance(before.predict(self.test.x), after)
         # Weights that are finite, but huge, can be infinitely far away: such a distance is left out.
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _shapes(state: State) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}

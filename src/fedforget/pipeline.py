@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import re
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -22,12 +25,12 @@ from fedforget.engine import Engine, Progress, method_name, named_method
 from fedforget.errors import DataError, DeletionError, FedforgetError, PlanError, RunFolderError
 from fedforget.federation.links.in_process import InProcessLink
 from fedforget.federation.registry import Registry
-from fedforget.federation.silo import Silo, read_source
+from fedforget.federation.silo import Silo, plain_id, read_source
 from fedforget.methods import Method, RapidRetrain
 from fedforget.methods.method import settings_of
 from fedforget.reference import ReferenceJob, in_fresh_process
 from fedforget.release import Release, Verification
-from fedforget.runs import ReleaseRecord, RunFolder
+from fedforget.runs import ReleaseRecord, RunFolder, whole
 from fedforget.sources import Origin, Partition, by_site, open_origin, pooled, share_out
 from fedforget.types import Dataset, DataSource, Plan, Preprocessing, SampleId, Samples, State
 from fedforget.verify.distance import state_digest
@@ -104,7 +107,8 @@ class Federation:
         )
         device = _device(options.get("device", "cpu"))
         self._sources = dict(sources)
-        with folder.locked():
+        # A new folder has no tombstones that another process could be adding to.
+        with folder.locked() if known else nullcontext():
             self._silos = {
                 name: Silo(name, source, Tombstones(folder.silo(name)), registry, folder.silo(name), device)
                 for name, source in sorted(sources.items())
@@ -151,7 +155,9 @@ class Federation:
         if description.get("origin") is None:
             raise RunFolderError(f"the data of {run} was given in Python: open it there, with Federation(…, folder=…)")
         options["folder"] = run
-        return cls.from_origin(Origin.from_dict(description["origin"]), description["model"], **options)
+        with whole(Path(run) / "run.json"):
+            origin = Origin.from_dict(description["origin"])
+        return cls.from_origin(origin, description["model"], **options)
 
     @classmethod
     def _of(
@@ -218,8 +224,13 @@ class Federation:
         plan = self.completed(plan)
         with self.folder.locked():
             work = self._engine.pending()
+            if work is not None and work.failed and work.plan != plan:
+                self._engine.drop(work)
+                work = None
             if work is None:
-                self._engine.coordinator("check", plan).check(plan)
+                coordinator = self._engine.coordinator("check", plan)
+                coordinator.check(plan)
+                coordinator.count(plan)
                 work = Work(version=len(self.folder.versions()) + 1, plan=plan)
                 self._engine.begin(work)
             elif work.plan is None:
@@ -240,8 +251,14 @@ class Federation:
         With `baseline`, the retrained baseline is measured beside it, after the release. A call that follows one that
         was killed or failed finishes its work; without a request it does only that, by another method if one is given.
         """
+        request = None if request is None else {name: _plain(name, part) for name, part in request.items()}
+        if method is not None:
+            settings_of(method)
         with self.folder.locked():
             work = self._engine.pending()
+            if work is not None and work.failed:
+                self._engine.drop(work)
+                work = None
             asked = None if request is None else request_digest(request)
             if work is not None and work.plan is not None:
                 raise RunFolderError("training is not finished here: run `train` again with the same plan first")
@@ -300,7 +317,7 @@ class Federation:
         """
         with self.folder.locked():
             work = self._engine.pending()
-            if work is not None:
+            if work is not None and not work.failed:
                 self._engine.finish(work)
             return self._verify(self.release)
 
@@ -372,6 +389,20 @@ class Federation:
         return {name: _ids_of(self._known(name), part, plan, total) for name, part in request.items()}
 
 
+def _plain(name: str, part: Any) -> Sequence[SampleId] | Share | Literal["all"]:
+    """What to delete at a silo, its ids as Python's own numbers and texts, so that they can be noted durably."""
+    if isinstance(part, Share):
+        return part
+    if isinstance(part, str):
+        if part != "all":
+            raise DeletionError(f"silo {name}: give a list of sample ids, a share, or 'all', not {part!r}")
+        return "all"
+    try:
+        return [plain_id(value) for value in part]
+    except (TypeError, DataError) as error:
+        raise DeletionError(f"silo {name}: {error}; give a list of sample ids, a share, or 'all'") from error
+
+
 def _ids_of(silo: Silo, part: Sequence[SampleId] | Share | str, plan: Plan, total: int) -> list[SampleId] | None:
     if isinstance(part, Share):
         if not 0 < part.rate <= 1:
@@ -381,8 +412,6 @@ def _ids_of(silo: Silo, part: Sequence[SampleId] | Share | str, plan: Plan, tota
             raise DeletionError(f"a share of {part.rate} of {total} training samples is less than one sample")
         return list(silo.draw(plan, count))
     if isinstance(part, str):
-        if part != "all":
-            raise DeletionError(f"silo {silo.name}: give a list of sample ids, a share, or 'all', not {part!r}")
         return None
     if not part:
         raise DeletionError(f"silo {silo.name}: the list of sample ids is empty")
@@ -408,7 +437,14 @@ def served_release(folder: Path | str) -> Release:
         return Federation.open(path).verify()
 
     registry = Registry(models.BUILT_IN, optim.BUILT_IN)
-    return Engine(RunFolder.open(path), InProcessLink([]), registry, None, torch.device("cpu"), 0, None, check).served()
+    engine = Engine(RunFolder.open(path), InProcessLink([]), registry, None, torch.device("cpu"), 0, None, check)
+    release = engine.served()
+    if state_digest(release.state) != release.record.digest:
+        raise RunFolderError(
+            f"{path}/releases/{release.version}/weights.pt does not hold the weights that were released: "
+            "restore it from a backup"
+        )
+    return release
 
 
 def _same(work: Work, method: Method) -> bool:
@@ -429,8 +465,17 @@ def _named(model: ModelLike) -> tuple[str, Callable[..., nn.Module] | None]:
         return model, None
     if isinstance(model, nn.Module):
         raise PlanError("give the model's class, or a function that builds it: every run starts from a fresh model")
+    if not callable(model):
+        raise PlanError(f"{model!r} is no model: give a class, a function that builds one, or a name")
     built_in = [name for name, factory in models.BUILT_IN.items() if factory is model]
-    return (built_in[0], None) if built_in else (f"{model.__module__}:{model.__qualname__}", model)
+    if built_in:
+        return built_in[0], None
+    if isinstance(model, functools.partial):
+        name, _ = _named(model.func)
+        settings = [*map(repr, model.args), *(f"{key}={value!r}" for key, value in sorted(model.keywords.items()))]
+        return f"{name}({', '.join(settings)})", model
+    named = model if isinstance(model, type) or inspect.isroutine(model) else type(model)
+    return f"{named.__module__}:{named.__qualname__}", model
 
 
 def _class_names(

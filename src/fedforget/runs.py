@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 
-from fedforget.errors import RunFolderError
+from fedforget.errors import FedforgetError, RunFolderError
 from fedforget.federation.coordinator import Checkpoint
 from fedforget.types import Fit, Plan, RoundRecord, State
 
 FORMAT = 1
+DESCRIBED = frozenset({"model", "shape", "classes", "preprocessing", "holdout", "silos", "origin"})
+"""What run.json says besides its format."""
 
 
 def records_as_data(records: tuple[RoundRecord, ...]) -> list[dict[str, Any]]:
@@ -91,10 +93,11 @@ class ReleaseRecord:
 
 
 class RunFolder:
-    """Reads and writes a run's folder."""
+    """Reads and writes a run's folder; a new one appears on disk with the first work that is begun in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, planned: dict[str, Any] | None = None) -> None:
         self.path = path
+        self._planned = planned
 
     @staticmethod
     def open(path: Path) -> RunFolder:
@@ -109,36 +112,41 @@ class RunFolder:
             raise RunFolderError(
                 f"{path} was written in format {found}, this fedforget reads format {FORMAT}: use the one that made it"
             )
+        lacking = sorted(DESCRIBED - set(folder.description()))
+        if lacking:
+            raise damaged(path / "run.json", f"it does not say {lacking[0]!r}")
         return folder
 
     @staticmethod
     def create_or_open(path: Path, description: dict[str, Any]) -> RunFolder:
-        """The run folder at this path, made where there is none; an existing one must describe the same federation."""
-        if (path / "run.json").exists():
-            folder = RunFolder.open(path)
-            present = folder.description()
-            wanted = json.loads(json.dumps(description))
-            differing = sorted(name for name in wanted if present.get(name) != wanted[name])
-            if differing:
-                raise RunFolderError(
-                    f"{path} holds another federation ({', '.join(differing)} differ): choose another folder"
-                )
-            return folder
+        """The run folder at this path; an existing one must describe the same federation.
+
+        A new one is not written before work is begun: what is refused leaves nothing behind.
+        """
+        folder = RunFolder(path, json.loads(json.dumps({"format": FORMAT, **description})))
         with _told(path):
-            path.mkdir(parents=True, exist_ok=True)
-            foreign = [entry.name for entry in path.iterdir() if entry.name not in ("lock", "run.partial")]
-            if foreign:
-                raise RunFolderError(
-                    f"{path} is not empty and not a run folder (it holds {foreign[0]}): choose another"
-                )
-        folder = RunFolder(path)
-        folder.write_json("run.json", {"format": FORMAT, **description})
+            present = list(path.iterdir()) if path.exists() else []
+        foreign = [entry.name for entry in present if entry.name not in ("lock", "run.partial")]
+        if (path / "run.json").exists():
+            folder._check_same()
+        elif foreign:
+            raise RunFolderError(f"{path} is not empty and not a run folder (it holds {min(foreign)}): choose another")
         return folder
+
+    def _check_same(self) -> None:
+        present, wanted = RunFolder.open(self.path).description(), self._planned or {}
+        differing = sorted(name for name in wanted if present.get(name) != wanted[name])
+        if differing:
+            raise RunFolderError(
+                f"{self.path} holds another federation (not the same: {', '.join(differing)}): choose another folder"
+            )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Inside, no other process changes the run."""
         with _told(self.path):
+            if self._planned is not None:
+                self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / "lock").open("w")
         with file:
             try:
@@ -148,14 +156,13 @@ class RunFolder:
             yield
 
     def silo(self, name: str) -> Path:
-        """The folder of one silo's own."""
-        path = self.path / "silos" / name
-        with _told(self.path):
-            path.mkdir(parents=True, exist_ok=True)
-        return path
+        """The folder of one silo's own, which the silo makes once it has something to keep."""
+        return self.path / "silos" / name
 
     def description(self) -> dict[str, Any]:
-        """What run.json says."""
+        """What run.json says, or will say."""
+        if self._planned is not None and not (self.path / "run.json").exists():
+            return self._planned
         return self._object("run.json")
 
     def pending(self) -> dict[str, Any] | None:
@@ -164,6 +171,11 @@ class RunFolder:
 
     def set_pending(self, work: dict[str, Any]) -> None:
         """Note work durably before it is begun, or what is left of it."""
+        if self._planned is not None:
+            if (self.path / "run.json").exists():
+                self._check_same()
+            else:
+                self.write_json("run.json", self._planned)
         self.write_json("pending.json", work)
 
     def clear_pending(self) -> None:
@@ -179,10 +191,19 @@ class RunFolder:
 
     def release(self, version: int) -> ReleaseRecord:
         """The record of a release."""
-        try:
-            return ReleaseRecord.from_dict(self._object(f"releases/{version}/release.json"))
-        except (KeyError, TypeError) as error:
-            raise RunFolderError(f"{self.path}/releases/{version}/release.json is damaged: {error}") from error
+        name = f"releases/{version}/release.json"
+        with whole(self.path / name):
+            record = ReleaseRecord.from_dict(self._object(name))
+            parts = (record.settings, record.samples, record.deleted, record.metrics, record.environment)
+            if (
+                record.version != version
+                or not record.records
+                or len(record.classes) != record.plan.classes
+                or not all(isinstance(part, dict) for part in parts)
+                or not {"torch", "device", "threads"} <= set(record.environment)
+            ):
+                raise ValueError("its parts do not fit together")
+        return record
 
     def weights(self, version: int) -> tuple[State, Fit | None]:
         """A release's weights and the constants of its preprocessing."""
@@ -192,8 +213,9 @@ class RunFolder:
                 f"release {version} was revoked and its weights were destroyed: use the one that is served"
             )
         stored = self._load(path)
-        fitted = stored["fit"]
-        return stored["state"], Fit(**fitted) if fitted else None
+        with whole(path):
+            state, fitted = dict(stored["state"]), stored["fit"]
+            return state, Fit(**fitted) if fitted else None
 
     def publish(self, record: ReleaseRecord, state: State, fit: Fit | None) -> None:
         """Make a release appear whole, then destroy the weights of all that came before."""
@@ -223,14 +245,31 @@ class RunFolder:
         path = f"releases/{version}/{name}.json"
         return self._object(path) if (self.path / path).exists() else None
 
+    def baseline(self, version: int) -> tuple[RoundRecord, ...] | None:
+        """The rounds of the retrained baseline beside a release, where one was run."""
+        found = self.attached(version, "baseline")
+        if found is None:
+            return None
+        with whole(self.path / f"releases/{version}/baseline.json"):
+            return records_from_data(found["records"])
+
+    def verification(self, version: int) -> dict[str, Any] | None:
+        """The verdict beside a release, where it was verified."""
+        found = self.attached(version, "verification")
+        if found is not None:
+            with whole(self.path / f"releases/{version}/verification.json"):
+                return {name: found[name] for name in ("identical", "deleted", "digest", "reference_digest")}
+        return None
+
     def load(self, run: str) -> Checkpoint | None:
         """The newest checkpoint of work that is under way."""
         path = self.path / "checkpoints" / f"{run}.pt"
         if not path.exists():
             return None
         stored = self._load(path)
-        plan = Plan.from_dict(json.loads(stored["plan"]))
-        return Checkpoint(plan, stored["state"], records_from_data(json.loads(stored["records"])))
+        with whole(path):
+            plan = Plan.from_dict(json.loads(stored["plan"]))
+            return Checkpoint(plan, stored["state"], records_from_data(json.loads(stored["records"])))
 
     def save(self, run: str, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint of the run; durable when it returns."""
@@ -254,20 +293,17 @@ class RunFolder:
             _write(self.path / name, text.encode())
 
     def _object(self, name: str) -> dict[str, Any]:
-        try:
-            with _told(self.path):
-                data = json.loads((self.path / name).read_text())
-        except ValueError as error:
-            raise RunFolderError(f"{self.path / name} is damaged: {error}") from error
+        with _told(self.path), whole(self.path / name):
+            data = json.loads((self.path / name).read_text())
         if not isinstance(data, dict):
-            raise RunFolderError(f"{self.path / name} is damaged: it holds no JSON object")
+            raise damaged(self.path / name, "it holds no JSON object")
         return data
 
     def _load(self, path: Path) -> dict[str, Any]:
         try:
             return torch.load(path, weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
         except Exception as error:  # torch raises whatever its reader meets: pickle, zip and file errors alike
-            raise RunFolderError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+            raise damaged(path, (str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
 def _json(data: dict[str, Any]) -> bytes:
@@ -305,4 +341,24 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFolderError(f"run folder {path}: {error.strerror or error} ({error.filename or path})") from error
+        raise RunFolderError(
+            f"run folder {path}: {error.strerror or error} ({error.filename or path}): "
+            "make room and leave to write there, or choose another folder"
+        ) from error
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Whatever goes wrong in making sense of what a file holds is the file's damage."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, FedforgetError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise damaged(path, reason) from error
+
+
+def damaged(path: Path, reason: str) -> RunFolderError:
+    """The error of a file that does not hold what was written to it."""
+    return RunFolderError(f"{path} is damaged: {reason}; restore it from a backup")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -172,12 +173,12 @@ class Plan:
             object.__setattr__(self, "shape", tuple(self.shape))
         for name in ("rounds", "batch_size", "local_epochs", "silos_per_round"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise PlanError(f"{name} is {value!r}: it must be a whole number of at least 1")
-        if not isinstance(self.seed, int):
+        if type(self.seed) is not int:
             raise PlanError(f"seed is {self.seed!r}: it must be a whole number")
-        if not self.l2 >= 0:
-            raise PlanError(f"l2 is {self.l2!r}: it must be 0 or more")
+        if not 0 <= self.l2 < math.inf:
+            raise PlanError(f"l2 is {self.l2!r}: it must be a number of 0 or more")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise PlanError(f"target_accuracy is {self.target_accuracy!r}: it must lie in (0, 1]")
         if self.holdout is not None and not 0 <= self.holdout < 1:

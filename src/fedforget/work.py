@@ -20,6 +20,8 @@ class Work:
     attempt: int = 0
     """Grows when the work is begun anew with other settings, so that nothing of an earlier try is taken up."""
     plan: Plan | None = None
+    failed: bool = False
+    """A training that ended with an error: its plan can be tried again, or given up for another."""
     method: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     baseline: bool = False

@@ -77,7 +77,7 @@ def test_idx_files(tmp_path, function, folder, pack):
         assert torch.equal(samples.x[:, 0], torch.from_numpy(arrays[split][0]))
         assert samples.y.tolist() == arrays[split][1].tolist()
         assert samples.y.dtype == torch.int64
-    assert dataset.preprocessing == Preprocessing("scale", shift=127.5, scale=127.5)
+    assert dataset.preprocessing == Preprocessing("scale", shift=32, scale=80)
     assert len(dataset.classes) == 10
     dataset.pool.x.zero_()  # in memory of its own
 

@@ -27,6 +27,10 @@ from fedforget.types import Dataset, Preprocessing, Samples
 Bytes = npt.NDArray[np.uint8]
 
 BYTE_PIXELS = Preprocessing("scale", shift=127.5, scale=127.5)
+# Round constants for two kinds of pictures, the same whatever is deleted: bright strokes on a black ground, which comes
+# to lie just below zero, and photographs, whose pixels spread about a quarter of the range around its middle.
+STROKES = Preprocessing("scale", shift=32, scale=80)
+PHOTOGRAPHS = Preprocessing("scale", shift=127.5, scale=64)
 _DIGITS = tuple("0123456789")
 _FASHION = (
     "T-shirt/top",
@@ -69,7 +73,7 @@ def cifar10(data_dir: Path | str) -> Dataset:
     folder = Path(data_dir) / "cifar-10-batches-py"
     parts = [_cifar_batch(folder / f"data_batch_{number}") for number in range(1, 6)]
     pool = _samples(np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts]))
-    return Dataset("cifar10", _CIFAR10, BYTE_PIXELS, pool=pool, test=_samples(*_cifar_batch(folder / "test_batch")))
+    return Dataset("cifar10", _CIFAR10, PHOTOGRAPHS, pool=pool, test=_samples(*_cifar_batch(folder / "test_batch")))
 
 
 def celeba(data_dir: Path | str, size: int = 28, grey: bool = True) -> Dataset:
@@ -99,7 +103,7 @@ def celeba(data_dir: Path | str, size: int = 28, grey: bool = True) -> Dataset:
     if test.all() or not test.any():
         raise DataError(f"{folder / 'list_eval_partition.txt'}: one of training and test part is empty")
     split = _samples(x[~test], y[~test]), _samples(x[test], y[test])
-    return Dataset("celeba", ("female", "male"), BYTE_PIXELS, pool=split[0], test=split[1])
+    return Dataset("celeba", ("female", "male"), PHOTOGRAPHS, pool=split[0], test=split[1])
 
 
 def _samples(x: Bytes, y: npt.NDArray[np.integer]) -> Samples:
@@ -117,7 +121,7 @@ def _check(path: Path, x: Bytes, y: npt.NDArray[np.integer], classes: int) -> No
 
 def _idx_dataset(name: str, data_dir: Path, classes: tuple[str, ...]) -> Dataset:
     pool, test = (_idx_split(data_dir / name, split, len(classes)) for split in ("train", "t10k"))
-    return Dataset(name, classes, BYTE_PIXELS, pool=pool, test=test)
+    return Dataset(name, classes, STROKES, pool=pool, test=test)
 
 
 def _idx_split(folder: Path, split: str, classes: int) -> Samples:

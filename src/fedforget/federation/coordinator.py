@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from fedforget.errors import DataError, DeletionError, PlanError, SiloError
+from fedforget.errors import DataError, DeletionError, FedforgetError, PlanError, SiloError
 from fedforget.federation import training
 from fedforget.federation.aggregate import Aggregation
 from fedforget.federation.link import (
@@ -88,14 +89,22 @@ class Coordinator:
             chosen = participants(counts, plan.silos_per_round, plan.seed, number)
             started = time.perf_counter()
             tasks = {
-                name: Train(self.run, plan, number, state, constants, self._durable(plan, counts, name, number))
+                name: Train(
+                    run=self.run,
+                    plan=plan,
+                    round=number,
+                    previous=_last_turn(records, name),
+                    state=state,
+                    fit=constants,
+                    durable=self._durable(plan, counts, name, number),
+                )
                 for name in chosen
             }
             replies = expect(self.link.call(tasks), Trained)
             samples = [reply.samples for reply in replies.values()]
             moved = len(chosen) * tensor_bytes(state) + sum(tensor_bytes(reply.state) for reply in replies.values())
             loss = sum(reply.loss * reply.samples for reply in replies.values()) / sum(samples)
-            state = aggregate([reply.state for reply in replies.values()], samples)
+            state = _aggregated(aggregate, model, plan, [reply.state for reply in replies.values()], samples)
             _synchronize(self.device)
             seconds = time.perf_counter() - started
             accuracy = self._accuracy(model, plan, state, constants)
@@ -112,8 +121,9 @@ class Coordinator:
         with seeded(self.device, "initialise", plan.seed):
             model = self.registry.model(plan)
         self._check_shapes(model, plan)
-        self.registry.optimizer(plan, model)
-        return model.to(self.device), self.registry.aggregation(plan)
+        aggregate = self.registry.aggregation(plan)
+        self._check_step(plan)
+        return model.to(self.device), aggregate
 
     def forget(self, plan: Plan, ids: Mapping[str, Sequence[SampleId] | None], *, commit: bool) -> dict[str, Forgotten]:
         """Have silos delete samples (None: all that a silo holds); each reply is the silo's acknowledgement."""
@@ -139,6 +149,10 @@ class Coordinator:
         """Show the model one batch of zeros, so that shapes that do not fit are told before any silo starts to work."""
         assert plan.shape is not None
         assert plan.classes is not None
+        if self.public_test is not None and not len(self.public_test):
+            raise DataError("the test split is empty: leave it out, and silos set a share aside for evaluation")
+        if self.public_test is not None and self.public_test.shape != plan.shape:
+            raise DataError(f"the test split has samples of shape {self.public_test.shape}, the plan says {plan.shape}")
         model.eval()
         try:
             with torch.no_grad():
@@ -152,6 +166,19 @@ class Coordinator:
                 f"model {plan.model!r} answers two samples with shape {shape}; it must be (2, {plan.classes}), "
                 "a score for each class"
             )
+
+    def _check_step(self, plan: Plan) -> None:
+        """Take one step on zeros with a model that is thrown away, so that an optimizer that cannot is told now."""
+        assert plan.shape is not None
+        with seeded(self.device, "discarded"):
+            model = self.registry.model(plan).to(self.device)
+            optimizer = self.registry.optimizer(plan, model)
+            x = torch.zeros(2, *plan.shape, dtype=getattr(torch, plan.dtype), device=self.device)
+            y = torch.zeros(2, dtype=torch.long, device=self.device)
+            try:
+                training.train(model, optimizer, x, y, dataclasses.replace(plan, local_epochs=1), 1, "")
+            except Exception as error:  # both may be the user's: whatever they raise is told with their names
+                raise PlanError(f"model {plan.model!r} cannot be trained by {plan.optimizer}: {error}") from error
 
     def _accuracy(self, model: torch.nn.Module, plan: Plan, state: State, constants: Fit | None) -> float:
         """On the public test split or, without one, on what the silos set aside; NaN where there is nothing."""
@@ -190,6 +217,30 @@ def expect(
     if len(expected) < len(replies):
         raise SiloError(f"silo {min(set(replies) - set(expected))} answered another task than it was given")
     return expected
+
+
+def _last_turn(records: Sequence[RoundRecord], silo: str) -> int | None:
+    """The last round in which a silo took part."""
+    return next((record.round for record in reversed(records) if silo in record.participants), None)
+
+
+def _aggregated(
+    aggregate: Aggregation, model: torch.nn.Module, plan: Plan, states: Sequence[State], samples: Sequence[int]
+) -> State:
+    """The next global state; an aggregation that makes none is told of with its name."""
+    wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in states[0].items()}
+    try:
+        state = aggregate(states, samples)
+        made = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
+    except FedforgetError:
+        raise
+    except Exception as error:  # the aggregation may be the user's
+        raise PlanError(f"aggregation {plan.aggregation}: {type(error).__name__}: {error}") from error
+    if made != wanted:
+        raise PlanError(f"aggregation {plan.aggregation} changed the names, shapes or types of the model's tensors")
+    if not all(bool(torch.isfinite(state[name]).all()) for name, _ in model.named_parameters()):
+        raise PlanError(f"aggregation {plan.aggregation} made parameters that are not finite")
+    return state
 
 
 def _reached(plan: Plan, records: tuple[RoundRecord, ...]) -> bool:

@@ -30,6 +30,8 @@ class Train:
     run: str
     plan: Plan
     round: int
+    previous: int | None
+    """The silo's last turn in this run, from whose optimizer state it goes on; None: this is its first."""
     state: State
     fit: Fit | None
     durable: bool
@@ -104,9 +106,15 @@ class Wiped:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a silo did not carry out its task."""
+    """Why a silo did not carry out its task; the reason names the silo."""
 
     reason: str
+
+    @staticmethod
+    def of(silo: str, error: Exception) -> Failure:
+        """What the coordinator is told of a silo's error."""
+        text = str(error)
+        return Failure(text if text.startswith(f"silo {silo}") else f"silo {silo}: {text}")
 
 
 Reply = Counted | Trained | Evaluated | Forgotten | Wiped

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fedforget.errors import RunFolderError, SiloError
+
 OptimizerState = dict[str, Any]
 KEPT_ROUNDS = 2
 
@@ -22,45 +24,66 @@ class LocalState:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._states: dict[tuple[str, int], OptimizerState] = {}
+        self._states: dict[str, dict[int, OptimizerState]] = {}
 
-    def before(self, run: str, round_number: int) -> OptimizerState | None:
-        """A copy of the newest state of the run that is older than the round; None in a run's first."""
-        rounds = {kept for of_run, kept in self._states if of_run == run} | set(self._stored(run))
-        older = [kept for kept in rounds if kept < round_number]
-        if not older:
-            return None
-        newest = max(older)
-        if (run, newest) in self._states:
+    def after(self, run: str, round_number: int) -> OptimizerState:
+        """A copy of the state after a round; one that is not kept is an error, for a fresh one would change bits."""
+        in_memory = self._states.get(run, {})
+        if round_number in in_memory:
             # Optimizers update their state in place; the copy keeps the original for a second try.
-            return copy.deepcopy(self._states[run, newest])
-        return torch.load(self._path(run, newest), weights_only=True)  # type: ignore[no-any-return]
+            return copy.deepcopy(in_memory[round_number])
+        path = self._path(run, round_number)
+        if not path.exists():
+            raise SiloError(f"the optimizer's state after round {round_number} is not kept any more")
+        try:
+            return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
+        except Exception as error:  # torch raises whatever its reader meets: pickle, zip and file errors alike
+            raise RunFolderError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 
     def keep(self, run: str, round_number: int, state: OptimizerState, *, durable: bool) -> None:
-        """Keep the state after a round; the caller gives it away."""
-        self._states[run, round_number] = state
-        for key in sorted(key for key in self._states if key[0] == run)[:-KEPT_ROUNDS]:
-            del self._states[key]
+        """Keep the state after a round; the caller gives it away.
+
+        States of later rounds go: they are left from a try that was broken off, and will be made again.
+        """
+        in_memory = self._states.setdefault(run, {})
+        in_memory[round_number] = state
+        for other in _superseded(in_memory, round_number):
+            del in_memory[other]
         if durable:
-            path = self._path(run, round_number)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            with partial.open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-            for stored in sorted(self._stored(run))[:-KEPT_ROUNDS]:
-                self._path(run, stored).unlink()
+            try:
+                self._write(self._path(run, round_number), state)
+                for other in _superseded(self._stored(run), round_number):
+                    self._path(run, other).unlink()
+            except OSError as error:
+                raise RunFolderError(f"{self._folder}: optimizer state cannot be kept: {error}") from error
 
     def wipe(self) -> None:
         """Forget every run."""
         self._states.clear()
         if self._folder.exists():
-            shutil.rmtree(self._folder)
+            try:
+                shutil.rmtree(self._folder)
+            except OSError as error:
+                raise RunFolderError(f"{self._folder}: optimizer state cannot be wiped: {error}") from error
 
     def _path(self, run: str, round_number: int) -> Path:
         return self._folder / run / f"{round_number}.pt"
 
     def _stored(self, run: str) -> list[int]:
         return [int(path.stem) for path in (self._folder / run).glob("*.pt")]
+
+    @staticmethod
+    def _write(path: Path, state: OptimizerState) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+
+def _superseded(kept: dict[int, OptimizerState] | list[int], newest: int) -> list[int]:
+    """The rounds whose states are not needed once `newest` is kept."""
+    earlier = sorted(number for number in kept if number < newest)
+    return earlier[: len(earlier) - (KEPT_ROUNDS - 1)] + [number for number in kept if number > newest]

@@ -28,7 +28,7 @@ def imported(name: str, kind: str) -> Any:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a module may raise anything while it is imported
         raise PlanError(f"{kind} {name!r} cannot be imported here: {error}") from error
     return found
 
@@ -71,11 +71,14 @@ class Registry:
         """The plan's optimizer on this model; torch's own classes are given the parameters, all others the model."""
         chosen = self._chosen(plan.optimizer)
         build = self._find("optimizer", chosen.name)
-        target: Any = model.parameters() if _accepts(build, "params") else model
+        target: Any = model.parameters() if "params" in inspect.signature(build).parameters else model
         try:
-            return build(target, **chosen.settings)  # type: ignore[no-any-return]
-        except (TypeError, ValueError) as error:
+            optimizer = build(target, **chosen.settings)
+        except Exception as error:  # the optimizer may be the user's
             raise PlanError(f"optimizer {chosen}: {error}") from error
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise PlanError(f"optimizer {chosen} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        return optimizer
 
     def aggregation(self, plan: Plan) -> Callable[..., Any]:
         """The plan's aggregation: called with the silos' states in name order, and their numbers of samples."""
@@ -83,6 +86,8 @@ class Registry:
         function = self._find("aggregation", chosen.name)
         try:
             inspect.signature(function).bind([], [], **chosen.settings)
+            if function in AGGREGATIONS.values():
+                function([{}], [1], **chosen.settings)  # they check their settings when called
         except TypeError as error:
             raise PlanError(f"aggregation {chosen}: {error}") from error
         return lambda states, counts: function(states, counts, **chosen.settings)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +39,38 @@ from fedforget.types import DataSource, Fit, PhysicalDeletion, Plan, SampleId, S
 def read_source(source: DataSource) -> Samples:
     """All samples of a source, in the order of their ids."""
     if isinstance(source, Samples):
-        return source.ordered()
+        return Samples(tuple(plain_id(value) for value in source.ids), source.x, _labels(source.y)).ordered()
     rows = list(source)
     if not rows:
         return Samples((), torch.empty(0), torch.empty(0, dtype=torch.long))
     ids, inputs, labels = zip(*rows, strict=True)
     try:
         x = torch.stack([torch.as_tensor(value) for value in inputs])
-        y = torch.as_tensor(labels, dtype=torch.long)
+        y = torch.as_tensor(labels)
     except (RuntimeError, TypeError, ValueError) as error:
         raise DataError(
             f"samples cannot be stacked: {error}; give each the same shape and a whole number as label"
         ) from error
-    return Samples(tuple(ids), x, y).ordered()
+    return Samples(tuple(plain_id(value) for value in ids), x, _labels(y)).ordered()
+
+
+def plain_id(value: Any) -> SampleId:
+    """A sample's id as Python's own text or whole number, whatever library's it came as."""
+    if isinstance(value, str):
+        return str(value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError as error:
+        raise DataError(f"sample id {value!r} is neither a whole number nor a text") from error
+
+
+def _labels(y: Tensor) -> Tensor:
+    whole = y.to(torch.long)
+    if y.ndim != 1 or not torch.equal(whole.to(y.dtype), y):
+        raise DataError("labels must be whole numbers, one for each sample")
+    return whole
 
 
 @dataclass(frozen=True)
@@ -112,11 +135,12 @@ class Silo:
     @property
     def samples(self) -> Samples:
         """All samples that remain, in the order of their ids, the share set aside for evaluation included."""
+        self._leave_out_deleted()
         return self._samples
 
     def draw(self, plan: Plan, count: int) -> tuple[SampleId, ...]:
         """Ids of `count` training samples, drawn at random but always alike: for the holder, not the coordinator."""
-        ids = self._split(self._samples, plan, evaluation=False).ids
+        ids = self._split(self.samples, plan, evaluation=False).ids
         if count > len(ids):
             raise DeletionError(f"silo {self.name} holds {len(ids)} training samples: {count} cannot be deleted there")
         return tuple(sorted(ids, key=lambda sample_id: digest("draw", self.name, str(sample_id)))[:count])
@@ -133,28 +157,19 @@ class Silo:
         if not len(y):
             raise SiloError(f"silo {self.name} has no training sample left")
         model = self._model(task.plan, task)
-        optimizer = self._registry.optimizer(task.plan, model)
-        state = self._state.before(task.run, task.round)
-        if state is not None:
-            optimizer.load_state_dict(state)
-        with seeded(self._device, "train", task.plan.seed, task.round, self.name), training.reproducible():
-            try:
+        with self._told(f", round {task.round}"):
+            optimizer = self._registry.optimizer(task.plan, model)
+            if task.previous is not None:
+                optimizer.load_state_dict(self._state.after(task.run, task.previous))
+            with seeded(self._device, "train", task.plan.seed, task.round, self.name), training.reproducible():
                 loss = training.train(model, optimizer, x, y, task.plan, task.round, self.name)
-            except FedforgetError:
-                raise
-            except (
-                RuntimeError,
-                ValueError,
-                TypeError,
-                IndexError,
-            ) as error:  # the model or optimizer may be the user's
-                raise SiloError(f"silo {self.name}, round {task.round}: {error}") from error
-        trained = training.state_of(model)
-        if not math.isfinite(loss) or not all(bool(torch.isfinite(tensor).all()) for tensor in trained.values()):
+        # Buffers may hold infinities on purpose, as a mask does.
+        if not math.isfinite(loss) or not all(bool(torch.isfinite(part).all()) for part in model.parameters()):
             raise SiloError(
                 f"silo {self.name}, round {task.round}: training diverged (loss {loss}); "
                 "lower the learning rate, or look for missing values in the samples"
             )
+        trained = training.state_of(model)
         self._state.keep(task.run, task.round, optimizer.state_dict(), durable=task.durable)
         return Trained(trained, len(y), loss)
 
@@ -163,7 +178,9 @@ class Silo:
         if not len(samples):
             return Evaluated(0, 0)
         x, y = self._to_device(samples, task.plan, task.fit)
-        return Evaluated(training.correct_answers(self._model(task.plan, task), x, y), len(samples))
+        model = self._model(task.plan, task)
+        with self._told(", evaluation"):
+            return Evaluated(training.correct_answers(model, x, y), len(samples))
 
     def _forget(self, task: Forget) -> Forgotten:
         held = {str(sample_id): sample_id for sample_id in self._samples.ids}
@@ -180,11 +197,25 @@ class Silo:
             self._tombstones.add(gone)
             self._samples = left
             self._wipe()
-            if isinstance(self.source, PhysicalDeletion):
-                # All that has a tombstone, not only what was asked: an earlier call may have been cut off here.
-                held = [sample_id for sample_id, *_ in self.source]
-                self.source.delete(self._tombstones.held(held))
+            self._delete_physically()
         return Forgotten(len(gone), len(absent), len(self._split(left, task.plan, evaluation=False)))
+
+    def _delete_physically(self) -> None:
+        """Have the source, where it can, delete what has a tombstone.
+
+        All of it, not only what was asked: an earlier call may have been cut off, or have failed, right here.
+        """
+        if not isinstance(self.source, PhysicalDeletion):
+            return
+        try:
+            stored = [plain_id(sample_id) for sample_id, *_ in self.source]
+            if gone := self._tombstones.held(stored):
+                self.source.delete(gone)
+        except Exception as error:  # the source may be the user's: whatever it raises is told with the silo's name
+            raise SiloError(
+                f"silo {self.name}: what was deleted is left out of all training from now on, "
+                f"but its source still holds it: {error}; mend that and forget again"
+            ) from error
 
     def _wipe(self) -> Wiped:
         self._state.wipe()
@@ -225,8 +256,19 @@ class Silo:
     def _model(self, plan: Plan, task: Train | Evaluate) -> nn.Module:
         with seeded(self._device, "discarded"):  # initialisation draws numbers; the state overwrites what they gave
             model = self._registry.model(plan).to(self._device)
-        model.load_state_dict(task.state)
+        with self._told(""):
+            model.load_state_dict(task.state)
         return model
+
+    @contextmanager
+    def _told(self, where: str) -> Iterator[None]:
+        """Whatever the model or the optimizer raises, which may be the user's, is told with the silo's name."""
+        try:
+            yield
+        except FedforgetError:
+            raise
+        except Exception as error:
+            raise SiloError(f"silo {self.name}{where}: {type(error).__name__}: {error}") from error
 
 
 def _without(samples: Samples, gone: set[SampleId]) -> Samples:

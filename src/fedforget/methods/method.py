@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -55,21 +56,31 @@ def changed(plan: Plan, optimizer: Choice | str | None, rounds: int | None, targ
 
 def settings_of(method: Method) -> dict[str, Any]:
     """A method's settings as plain JSON data."""
-    try:
-        fields = dataclasses.fields(method)  # type: ignore[arg-type]  # a protocol cannot ask for a dataclass
-    except TypeError as error:
-        raise PlanError(f"method {method.name!r} must be a frozen dataclass of its settings") from error
-    values = {field.name: getattr(method, field.name) for field in fields}
-    return {
+    """A method's settings as plain JSON data, from which `from_settings` makes an equal method."""
+    given: Any = method  # a protocol cannot ask for a frozen dataclass
+    if isinstance(method, type) or not isinstance(method, Method):
+        raise PlanError(f"{given!r} is not a method: give one with its settings, such as RapidRetrain()")
+    dataclass_options = getattr(given, "__dataclass_params__", None)
+    if dataclass_options is None or not dataclass_options.frozen:
+        raise PlanError(f"method {method.name!r} must be a frozen dataclass of its settings")
+    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    settings = {
         name: {"name": value.name, "settings": dict(value.settings)} if isinstance(value, Choice) else value
         for name, value in values.items()
     }
+    try:
+        again = from_settings(type(method), json.loads(json.dumps(settings, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"method {method.name!r}: its settings are not plain data: {error}") from error
+    if again != method:
+        raise PlanError(f"method {method.name!r}: its settings are not the same once written and read again")
+    return settings
 
 
 def from_settings(kind: type[Method], settings: Mapping[str, Any]) -> Method:
     """The method that `settings_of` described."""
     values = {
-        name: Choice(value["name"], value["settings"]) if isinstance(value, Mapping) else value
+        name: Choice(**value) if isinstance(value, Mapping) and set(value) == {"name", "settings"} else value
         for name, value in settings.items()
     }
     return kind(**values)

@@ -24,8 +24,11 @@ class InProcessLink:
         """Carry out each task; what a silo refuses is its failure, and the others go on."""
         replies: dict[str, Reply | Failure] = {}
         for name in sorted(tasks):
+            if name not in self._silos:
+                replies[name] = Failure(f"silo {name} is unknown to this link")
+                continue
             try:
                 replies[name] = self._silos[name].carry_out(tasks[name])
             except FedforgetError as error:
-                replies[name] = Failure(str(error))
+                replies[name] = Failure.of(name, error)
         return replies
