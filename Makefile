@@ -24,7 +24,7 @@ lint: .venv/.develop  ## style, types and import tiers
 	$(BIN)/lint-imports
 
 test: lint  ## the gate: lint, then every test
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 bench: .venv/.run  ## the benchmarks at a size for two cores, into .bench
 	$(BIN)/python benchmarks/demo_rates.py --out .bench

@@ -62,6 +62,40 @@ class LeakyNormalisation:
         return coordinator.train(plan)
 
 
+kept: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class LeakyConstants:
+    """Retrains honestly, then serves the model with the means that the run before had found."""
+
+    name: ClassVar[str] = "leaky-constants"
+    guarantee: ClassVar[str] = "exact"
+
+    def plan(self, original: Plan) -> Plan:
+        return original
+
+    def unlearn(self, history: History, deletion: Deletion, coordinator: Any) -> TrainingResult:
+        result = coordinator.train(history.plan)
+        return dataclasses.replace(result, fit=kept.get("fit", result.fit))
+
+
+@dataclass(frozen=True)
+class LeakyPlan:
+    """Retrains honestly, then writes a number that it remembers into the plan that is served."""
+
+    name: ClassVar[str] = "leaky-plan"
+    guarantee: ClassVar[str] = "exact"
+
+    def plan(self, original: Plan) -> Plan:
+        return original
+
+    def unlearn(self, history: History, deletion: Deletion, coordinator: Any) -> TrainingResult:
+        result = coordinator.train(history.plan)
+        shift = Preprocessing("scale", shift=kept.get("shift", 0.0))
+        return dataclasses.replace(result, plan=dataclasses.replace(result.plan, preprocessing=shift), fit=None)
+
+
 @dataclass(frozen=True)
 class WarmStart:
     """Goes on from the model that is served instead of a fresh one."""

@@ -215,7 +215,7 @@ TRAININGS: list[tuple[tuple[object, ...], str]] = [
     (("--silos-per-round", 99), "silos_per_round is 99: there are 10 silos"),
     (("--share", 0), "share is 0.0: it must be a number in (0, 1]"),
     (("--share", 0.5, "--silos-per-round", 2), "silos_per_round and share say the same thing"),
-    (("--l2", -1), "l2 is -1.0: it must be 0 or more"),
+    (("--l2", -1), "l2 is -1.0: it must be"),
     (("--l2", "inf"), "l2 is inf: it must be a finite number"),
     (("--target-accuracy", 95), "target_accuracy is 95.0: it must lie in (0, 1]"),
     (("--holdout", 1), "holdout is 1.0: it must lie in [0, 1)"),

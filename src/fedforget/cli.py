@@ -206,7 +206,9 @@ def train(
             raise RunFolderError(
                 f"{out} is trained already by another plan (not the same: {differing}): choose another --out"
             )
-        release = federation.release if trained else federation.train(plan)
+        unfinished = federation.folder.pending()
+        # A training that was killed at its very end has its release, and only to be cleared away.
+        release = federation.release if trained and not (unfinished and unfinished["plan"]) else federation.train(plan)
     report = write_report(federation.folder)
     if as_json:
         print_json(
@@ -291,6 +293,7 @@ def forget(
     ] = None,
     rounds: Annotated[int | None, option("Rounds of the retraining; default: the plan's.", None, HOW)] = None,
     target_accuracy: Annotated[float | None, option("Stop the retraining once a round reaches it.", None, HOW)] = None,
+    batch_size: Annotated[int | None, option("Samples a local step; default: the plan's.", None, HOW)] = None,
     baseline: Annotated[bool, flag("--baseline", "Also measure the retrained baseline, for the report.", HOW)] = False,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
@@ -303,17 +306,20 @@ def forget(
     asked = deletions(silo, ids, ids_file, fraction, whole_silo, request)
     with progress(shown=not as_json) as on_round:
         federation = Federation.open(run, device=device, on_round=on_round)
-        way = chosen_method(
-            federation, method, optimizer, lr, parsed_settings(optimizer_setting), rounds, target_accuracy
-        )
-        before = federation.release
+        limits = {"rounds": rounds, "target_accuracy": target_accuracy, "batch_size": batch_size}
+        way = chosen_method(federation, method, optimizer, lr, parsed_settings(optimizer_setting), limits)
+        served = federation.releases[-1:]
+        unfinished = federation.folder.pending()
         release = federation.forget(asked, way, baseline=baseline)
     report = write_report(federation.folder)
-    changed = release.version != before.version
+    # A deletion that was killed at its very end has its release already, and is told of as if made now.
+    changed = release.record not in served or bool(unfinished and unfinished["method"])
+    before = federation.releases[-2] if changed else release.record
+    accuracy_before = before.records[-1].accuracy
     summary = {
         **release_summary(release),
         "changed": changed,
-        "accuracy_before": number(before.accuracy),
+        "accuracy_before": number(accuracy_before),
         "deleted": dict(release.deleted) if changed else {},
         "samples_deleted": sum(release.deleted.values()) if changed else 0,
         "revoked": before.version if changed else None,
@@ -330,7 +336,7 @@ def forget(
     say(
         f"Deleted for good: {parts}.",
         f"Release {release.version} by {release.record.method}: accuracy {percent(release.accuracy)} after "
-        f"{len(release.records)} rounds (before: {percent(before.accuracy)}); release {before.version} is revoked.",
+        f"{len(release.records)} rounds (before: {percent(accuracy_before)}); release {before.version} is revoked.",
     )
     if release.baseline is not None:
         say(f"Retrained baseline: {percent(release.baseline.accuracy)}; {compared(release)}.")
@@ -515,17 +521,16 @@ def chosen_method(
     optimizer: str | None,
     lr: float | None,
     settings: dict[str, Any] | None,
-    rounds: int | None,
-    target_accuracy: float | None,
+    limits: dict[str, Any],
 ) -> Method | None:
     """The way to unlearn that the options of `forget` describe; None where they say nothing."""
-    if all(value is None for value in (name, optimizer, lr, settings, rounds, target_accuracy)):
+    if all(value is None for value in (name, optimizer, lr, settings, *limits.values())):
         return None
     name = name or "rapid"
     if name not in methods.BUILT_IN:
         raise PlanError(f"method {name!r} is unknown: use {', '.join(methods.BUILT_IN)}")
     kind = methods.BUILT_IN[name]
-    plain = kind(rounds=rounds, target_accuracy=target_accuracy)
+    plain = kind(**limits)
     if optimizer is None and lr is None and settings is None:
         return plain
     original = next(record.plan for record in reversed(federation.releases) if record.method is None)
@@ -533,7 +538,7 @@ def chosen_method(
     assert not isinstance(by_default, str), "a plan's optimizer is a Choice"
     same = optimizer in (None, by_default.name)
     picked = chosen(optimizer or by_default.name, lr, {**(by_default.settings if same else {}), **(settings or {})})
-    return kind(optimizer=picked, rounds=rounds, target_accuracy=target_accuracy)
+    return kind(optimizer=picked, **limits)
 
 
 def release_summary(release: Release) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fedforget.errors import FedforgetError, PlanError, RunFolderError, SiloErro
 from fedforget.federation.coordinator import Coordinator
 from fedforget.federation.link import Link
 from fedforget.federation.registry import Registry, imported
+from fedforget.federation.training import environment
 from fedforget.methods import Method, Retrain
 from fedforget.methods.method import from_settings, settings_of
 from fedforget.release import Baseline, Release, Verification, probabilities
@@ -123,14 +124,24 @@ class Engine:
                 self.delete(work, history.plan)
                 self._publish(work, method, self._unlearned(work, method, history))
         self.folder.destroy_old_weights()
-        if work.baseline and self.folder.attached(work.version, "baseline") is None:
-            yardstick = Retrain()
-            coordinator = self.coordinator(f"{work.run}-baseline", yardstick.plan(history.plan), "baseline")
-            result = yardstick.unlearn(history, Deletion(work.deleted), coordinator)
-            self.folder.attach(work.version, "baseline", {"records": records_as_data(result.records)})
+        failure = self._measure_baseline(work, history) if work.baseline else None
         self.coordinator(work.run, history.plan).wipe()
         self.folder.clear_pending()
+        if failure is not None:
+            raise FedforgetError(f"release {work.version} is served, but its baseline could not be trained: {failure}")
         return self.release(work.version)
+
+    def _measure_baseline(self, work: Work, history: History) -> FedforgetError | None:
+        """Train the yardstick beside the release; why it cannot be trained, which must stand in nothing's way."""
+        if self.folder.attached(work.version, "baseline") is None:
+            yardstick = Retrain()
+            coordinator = self.coordinator(f"{work.run}-baseline", yardstick.plan(history.plan), "baseline")
+            try:
+                result = yardstick.unlearn(history, Deletion(work.deleted), coordinator)
+            except FedforgetError as error:
+                return error
+            self.folder.attach(work.version, "baseline", {"records": records_as_data(result.records)})
+        return None
 
     def drop(self, work: Work) -> None:
         """Give up a training: nothing of it is left."""
@@ -159,7 +170,7 @@ class Engine:
         except SiloError as error:
             raise SiloError(
                 f"{error}; the deletion is kept, and release {work.version - 1} served, until a retraining succeeds: "
-                "forget again without naming samples, by another method, optimizer or learning rate"
+                "forget again without naming samples, by another method, optimizer, learning rate or batch size"
             ) from error
 
     def _publish(self, work: Work, method: Method | None, result: TrainingResult) -> None:
@@ -176,15 +187,22 @@ class Engine:
             samples=counts,
             deleted=dict(work.deleted),
             metrics=self._metrics(result),
-            digest=state_digest(result.state),
-            environment={
-                "torch": torch.__version__,
-                "device": self.device.type,
-                "threads": torch.get_num_threads(),
-            },
+            digest=state_digest(result.state, result.fit),
+            environment=environment(self.device),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self.folder.publish(record, result.state, result.fit)
+
+    def _replaced(self) -> Release | None:
+        """The release that is about to be replaced; None where there is none, or its weights are damaged.
+
+        A deletion must go through in that case above all.
+        """
+        try:
+            before = self.served() if self.folder.versions() else None
+        except RunFolderError:
+            return None
+        return before if before and state_digest(before.state, before.fit) == before.record.digest else None
 
     def _metrics(self, result: TrainingResult) -> dict[str, float]:
         """Costs of the run, and its distance from the release that it replaces, whose weights are about to go."""
@@ -194,13 +212,11 @@ class Engine:
             "seconds_per_round": sum(record.seconds for record in result.records) / rounds,
             "bytes_per_round": sum(record.bytes for record in result.records) / rounds,
         }
-        if self.folder.versions():
-            before = self.served()
-            # A deletion must go through also where the weights that it replaces are damaged.
-            intact = state_digest(before.state) == before.record.digest
-            if intact and _shapes(before.state) == _shapes(result.state):
+        before = self._replaced()
+        if before is not None:
+            if _shapes(before.state) == _shapes(result.state):
                 metrics["parameter_distance"] = parameter_distance(before.state, result.state)
-            if intact and self.test is not None:
+            if self.test is not None:
                 after = probabilities(self.registry, result, self.test.x)
                 metrics["output_distance"] = output_distance(before.predict(self.test.x), after)
         # Weights that are finite, but huge, can be infinitely far away: such a distance is left out.

@@ -223,7 +223,10 @@ class Federation:
         """Train and release a model; the same call goes on where a killed one stopped."""
         plan = self.completed(plan)
         with self.folder.locked():
-            work = self._engine.pending()
+            self._check_tombstones()
+            work, ended = self._unfinished()
+            if ended is not None and ended.plan == plan:
+                return self._engine.release(ended.version)
             if work is not None and work.failed and work.plan != plan:
                 self._engine.drop(work)
                 work = None
@@ -252,33 +255,42 @@ class Federation:
         was killed or failed finishes its work; without a request it does only that, by another method if one is given.
         """
         request = None if request is None else {name: _plain(name, part) for name, part in request.items()}
-        if method is not None:
-            settings_of(method)
+        if method is not None and named_method(method_name(method), settings_of(method)) != method:
+            raise PlanError(f"method {method_name(method)!r} is not found again by its name: define it in a module")
         with self.folder.locked():
-            work = self._engine.pending()
+            self._check_tombstones()
+            work, ended = self._unfinished(baseline=baseline)
             if work is not None and work.failed:
                 self._engine.drop(work)
                 work = None
-            asked = None if request is None else request_digest(request)
             if work is not None and work.plan is not None:
                 raise RunFolderError("training is not finished here: run `train` again with the same plan first")
-            repeated = work is not None and (asked is None or asked in work.requests)
-            if work is not None and work.version in self.folder.versions():
-                release = self._engine.finish(work)
-                if repeated:
-                    return release
-                work = None
+            asked = None if request is None else request_digest(request)
+            if ended is not None and ended.method is not None and (asked is None or asked in ended.requests):
+                return self._engine.release(ended.version)
             if work is None and request is None:
                 raise DeletionError("no sample to delete was named, and no deletion waits to be finished")
+            repeated = work is not None and (asked is None or asked in work.requests)
             if work is not None and repeated and (method is None or _same(work, method)):
                 return self._engine.finish(work, method)
             return self._delete_and_retrain(work, None if repeated else request, method, baseline=baseline)
+
+    def _unfinished(self, *, baseline: bool = False) -> tuple[Work | None, Work | None]:
+        """Work that waits to be done, and work that had only to be cleared away, which is done here."""
+        work = self._engine.pending()
+        if work is not None and work.method is not None and baseline:
+            work = dataclasses.replace(work, baseline=True)
+            self._engine.begin(work)
+        if work is None or work.version not in self.folder.versions():
+            return work, None
+        self._engine.finish(work)
+        return None, work
 
     def _delete_and_retrain(
         self, work: Work | None, request: Deletions | None, method: Method | None, *, baseline: bool
     ) -> Release:
         """Begin a deletion; unfinished work is taken up in it: one retraining answers all requests."""
-        served, original = self.release, self._engine.history().plan
+        served, original = self.releases[-1], self._engine.history().plan
         if method is None:
             method = RapidRetrain() if work is None else named_method(work.method or "", work.settings)
         coordinator = self._engine.coordinator("check", original)
@@ -290,7 +302,11 @@ class Federation:
         replies = coordinator.forget(original, ids, commit=False)
         new = {name: reply.deleted for name, reply in replies.items() if reply.deleted}
         if work is None and not new:
-            return served
+            if baseline and served.method is not None:
+                again = Work(served.version, method=served.source, settings=served.settings, baseline=True)
+                self._engine.begin(again)
+                return self._engine.finish(again)
+            return self.release
         left = {**coordinator.count(original)[0], **{name: reply.remaining for name, reply in replies.items()}}
         if not any(left.values()):
             raise DeletionError(
@@ -316,6 +332,7 @@ class Federation:
         Work that was begun is finished first.
         """
         with self.folder.locked():
+            self._check_tombstones()
             work = self._engine.pending()
             if work is not None and not work.failed:
                 self._engine.finish(work)
@@ -349,9 +366,14 @@ class Federation:
                 f"the silos hold {sum(made.samples.values())} training samples, release {record.version} was made from "
                 f"{sum(record.samples.values())}: the data changed since, so its reference cannot be built"
             )
-        digest, reference_digest = state_digest(release.state), state_digest(made.state)
+        # What is served is what lies in the folder: the release in hand must be that.
+        digest, reference_digest = (
+            state_digest(*self.folder.weights(record.version)),
+            state_digest(made.state, made.fit),
+        )
+        in_hand = state_digest(release.state, release.fit)
         verdict = Verification(
-            identical=digest == reference_digest == record.digest,
+            identical=digest == in_hand == reference_digest == record.digest and made.plan == record.plan,
             version=record.version,
             deleted=sum(sum(made_before.deleted.values()) for made_before in self.releases),
             digest=digest,
@@ -365,15 +387,30 @@ class Federation:
         remaining: dict[str, Samples] = {}
         for name, source in self._sources.items():
             tombstones = Tombstones(self.folder.silo(name))
-            accounted = sum(record.deleted.get(name, 0) for record in self.releases)
+            accounted = self._accounted(name)
             if tombstones.count() != accounted:
-                raise FedforgetError(
-                    f"silo {name} has {tombstones.count()} tombstones, its releases account for {accounted} deletions"
+                raise RunFolderError(
+                    f"silo {name} has {tombstones.count()} tombstones, its releases account for {accounted} deletions: "
+                    f"restore {self.folder.silo(name)} from a backup"
                 )
             samples = read_source(source)
             gone = tombstones.held(samples.ids)
             remaining[name] = samples.select([i for i, sample_id in enumerate(samples.ids) if sample_id not in gone])
         return remaining
+
+    def _accounted(self, name: str) -> int:
+        """How many samples of a silo were deleted for the releases so far."""
+        return sum(record.deleted.get(name, 0) for record in self.releases)
+
+    def _check_tombstones(self) -> None:
+        """Refuse to work where tombstones are lost: samples that were deleted would come back."""
+        for name in self.silos:
+            count, accounted = Tombstones(self.folder.silo(name)).count(), self._accounted(name)
+            if count < accounted:
+                raise RunFolderError(
+                    f"silo {name} has lost tombstones ({count} are left of {accounted}), so that deleted samples would "
+                    f"come back: restore {self.folder.silo(name)} from a backup"
+                )
 
     def _known(self, name: str) -> Silo:
         if name not in self._silos:
@@ -439,7 +476,7 @@ def served_release(folder: Path | str) -> Release:
     registry = Registry(models.BUILT_IN, optim.BUILT_IN)
     engine = Engine(RunFolder.open(path), InProcessLink([]), registry, None, torch.device("cpu"), 0, None, check)
     release = engine.served()
-    if state_digest(release.state) != release.record.digest:
+    if state_digest(release.state, release.fit) != release.record.digest:
         raise RunFolderError(
             f"{path}/releases/{release.version}/weights.pt does not hold the weights that were released: "
             "restore it from a backup"

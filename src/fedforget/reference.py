@@ -25,7 +25,7 @@ from fedforget.federation.links.in_process import InProcessLink
 from fedforget.federation.registry import Registry
 from fedforget.federation.silo import Silo
 from fedforget.methods import Method
-from fedforget.types import Deletion, History, Plan, Samples, State
+from fedforget.types import Deletion, Fit, History, Plan, Samples, State
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class ReferenceJob:
 class Reference:
     """What the fresh process made."""
 
+    plan: Plan
     state: State
+    fit: Fit | None
     samples: Mapping[str, int]
 
 
@@ -56,17 +58,22 @@ def in_fresh_process(job: ReferenceJob) -> Reference:
 
     with tempfile.TemporaryDirectory(prefix="fedforget-reference-") as name:
         folder = Path(name)
-        (folder / "job.pickle").write_bytes(cloudpickle.dumps(job))
         path = os.pathsep.join(entry for entry in sys.path if entry)
         command = [sys.executable, "-c", "from fedforget.reference import main; main()", str(folder)]
+        # The samples go by a pipe: a file of them would outlive a killed process.
         done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+            command,
+            input=cloudpickle.dumps(job),
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            check=False,
         )
         if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            reason = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
             raise FedforgetError(f"the reference could not be trained in a fresh process: {reason}")
-        state = torch.load(folder / "state.pt", weights_only=True)
-        return Reference(state, json.loads((folder / "samples.json").read_text()))
+        made = torch.load(folder / "made.pt", weights_only=True)
+        plan = Plan.from_dict(json.loads(made["plan"]))
+        return Reference(plan, made["state"], Fit(**made["fit"]) if made["fit"] else None, made["samples"])
 
 
 def carry_out(job: ReferenceJob, folder: Path) -> Reference:
@@ -83,17 +90,22 @@ def carry_out(job: ReferenceJob, folder: Path) -> Reference:
         result = coordinator.train(job.plan)
     else:
         result = job.method.unlearn(History(job.plan), Deletion({}), coordinator)
-    return Reference(result.state, samples_by_silo)
+    return Reference(result.plan, result.state, result.fit, samples_by_silo)
 
 
 def main() -> None:
-    """Carry out the job in the folder that the command line names, and leave what it made there."""
+    """Carry out the job that comes by standard input, and leave what it made in the folder that is named."""
     folder = Path(sys.argv[1])
-    job = pickle.loads((folder / "job.pickle").read_bytes())
+    job = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(job.threads)
     try:
         made = carry_out(job, folder)
     except FedforgetError as error:
         sys.exit(str(error))
-    torch.save(made.state, folder / "state.pt")
-    (folder / "samples.json").write_text(json.dumps(dict(made.samples)))
+    content = {
+        "plan": json.dumps(made.plan.as_dict()),
+        "state": made.state,
+        "fit": vars(made.fit) if made.fit else None,
+        "samples": dict(made.samples),
+    }
+    torch.save(content, folder / "made.pt")

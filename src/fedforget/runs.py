@@ -208,6 +208,8 @@ class RunFolder:
     def weights(self, version: int) -> tuple[State, Fit | None]:
         """A release's weights and the constants of its preprocessing."""
         path = self.path / "releases" / str(version) / "weights.pt"
+        if not path.exists() and version == self.versions()[-1]:
+            raise RunFolderError(f"{path} is missing: restore it from a backup")
         if not path.exists():
             raise RunFolderError(
                 f"release {version} was revoked and its weights were destroyed: use the one that is served"
@@ -269,7 +271,8 @@ class RunFolder:
         stored = self._load(path)
         with whole(path):
             plan = Plan.from_dict(json.loads(stored["plan"]))
-            return Checkpoint(plan, stored["state"], records_from_data(json.loads(stored["records"])))
+            records = records_from_data(json.loads(stored["records"]))
+            return Checkpoint(plan, stored["state"], records, json.loads(stored["environment"]))
 
     def save(self, run: str, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint of the run; durable when it returns."""
@@ -277,6 +280,7 @@ class RunFolder:
             "plan": json.dumps(checkpoint.plan.as_dict()),
             "state": checkpoint.state,
             "records": json.dumps(records_as_data(checkpoint.records)),
+            "environment": json.dumps(dict(checkpoint.environment)),
         }
         with _told(self.path):
             (self.path / "checkpoints").mkdir(exist_ok=True)

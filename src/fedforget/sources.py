@@ -14,7 +14,7 @@ from torch import Tensor
 from fedforget.data import datasets, partition
 from fedforget.errors import DataError, PlanError
 from fedforget.federation.silo import read_source
-from fedforget.types import Dataset, DataSource, Samples
+from fedforget.types import Dataset, DataSource, PhysicalDeletion, Samples
 
 Rows = Mapping[str, NDArray[np.int64]]
 PartitionKind = Literal["even", "dirichlet", "shards", "sites"]
@@ -77,6 +77,8 @@ def pooled(dataset: Dataset) -> Samples:
     """All training samples of a dataset in one pool; those of sites one after the other, with new ids."""
     if dataset.pool is not None:
         return dataset.pool
+    if any(isinstance(source, PhysicalDeletion) for source in dataset.sites.values()):
+        raise DataError(f"dataset {dataset.name} deletes samples at its sites: share it out by site, not from one pool")
     parts = [read_source(source) for source in dataset.sites.values()]
     x = torch.cat([part.x for part in parts])
     return Samples(tuple(range(len(x))), x, torch.cat([part.y for part in parts]))
@@ -108,6 +110,11 @@ def open_origin(origin: Origin) -> tuple[Origin, Dataset, dict[str, DataSource]]
         return origin, dataset, by_site(dataset)
     pool = pooled(dataset)
     rows = origin.rows or {name: part.tolist() for name, part in origin.partition.rows(pool.y).items()}
+    if sum(map(len, rows.values())) != len(pool):
+        raise DataError(
+            f"dataset {dataset.name} has {len(pool)} samples now, and had {sum(map(len, rows.values()))} when it was "
+            "shared out: restore it, for a sample's id is its row"
+        )
     return (
         replace(origin, rows=rows),
         dataset,

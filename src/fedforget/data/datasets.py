@@ -132,7 +132,10 @@ def _own(name: str) -> Dataset:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise DataError(f"dataset {name!r}: module {module_name} has no function {function_name!r}")
-    result = function()
+    try:
+        result = function()
+    except Exception as error:  # the function is the user's: whatever it raises is told with its name
+        raise DataError(f"dataset {name!r}: {type(error).__name__}: {error}") from error
     if isinstance(result, Dataset):
         return result
     if isinstance(result, TorchDataset):

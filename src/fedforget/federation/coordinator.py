@@ -46,6 +46,7 @@ class Checkpoint:
     plan: Plan
     state: State
     records: tuple[RoundRecord, ...]
+    environment: Mapping[str, str | int]
 
 
 class CheckpointStore(Protocol):
@@ -81,8 +82,10 @@ class Coordinator:
         if self.checkpoints is not None and (saved := self.checkpoints.load(self.run)) is not None:
             if saved.plan != plan:
                 raise PlanError(f"run {self.run} was begun with another plan: it can only go on with its own")
-            state = {name: tensor.to(self.device) for name, tensor in saved.state.items()}
-            records = saved.records
+            # With another torch, device or number of threads it is begun anew: a mixture could never be verified.
+            if saved.environment == training.environment(self.device):
+                state = {name: tensor.to(self.device) for name, tensor in saved.state.items()}
+                records = saved.records
 
         while len(records) < plan.rounds and not _reached(plan, records):
             number = len(records) + 1
@@ -111,7 +114,7 @@ class Coordinator:
             record = RoundRecord(number, chosen, loss, accuracy, seconds, moved)
             records = (*records, record)
             if self._checkpointed(number) and self.checkpoints is not None:
-                self.checkpoints.save(self.run, Checkpoint(plan, state, records))
+                self.checkpoints.save(self.run, Checkpoint(plan, state, records, training.environment(self.device)))
             if self.on_round is not None:
                 self.on_round(record)
         return TrainingResult(plan, {name: tensor.cpu() for name, tensor in state.items()}, constants, records)
@@ -212,7 +215,8 @@ def expect(
     """The replies in silo-name order; any failure ends the work, for a part of the silos is not a success."""
     failures = [f"{reply.reason}" for _, reply in sorted(replies.items()) if isinstance(reply, Failure)]
     if failures:
-        raise error("; ".join(failures))
+        others = f" (and {len(failures) - 1} more silos)" if len(failures) > 1 else ""
+        raise error(failures[0] + others)
     expected: dict[str, R] = {name: reply for name, reply in sorted(replies.items()) if isinstance(reply, kind)}
     if len(expected) < len(replies):
         raise SiloError(f"silo {min(set(replies) - set(expected))} answered another task than it was given")

@@ -50,6 +50,11 @@ def train(
     return float(total) / seen
 
 
+def environment(device: torch.device) -> dict[str, str | int]:
+    """What decides the bits besides the plan and the samples."""
+    return {"torch": torch.__version__, "device": device.type, "threads": torch.get_num_threads()}
+
+
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Inside, an accelerator's convolutions take the algorithms that give the same bits each time."""

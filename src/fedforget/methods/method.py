@@ -48,10 +48,9 @@ class Method(Protocol):
         ...
 
 
-def changed(plan: Plan, optimizer: Choice | str | None, rounds: int | None, target_accuracy: float | None) -> Plan:
+def changed(plan: Plan, **settings: Any) -> Plan:
     """The original plan with what a method's settings put in place of its own."""
-    wanted: dict[str, Any] = {"optimizer": optimizer, "rounds": rounds, "target_accuracy": target_accuracy}
-    return dataclasses.replace(plan, **{name: value for name, value in wanted.items() if value is not None})
+    return dataclasses.replace(plan, **{name: value for name, value in settings.items() if value is not None})
 
 
 def settings_of(method: Method) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class RapidRetrain:
     optimizer: Choice | str = PAPERS_RULE
     rounds: int | None = None
     target_accuracy: float | None = None
+    batch_size: int | None = None
 
     name: ClassVar[str] = "rapid"
     summary: ClassVar[str] = (
@@ -32,7 +33,7 @@ class RapidRetrain:
 
     def plan(self, original: Plan) -> Plan:
         """The original plan with these settings in place of its own."""
-        return changed(original, self.optimizer, self.rounds, self.target_accuracy)
+        return changed(original, **vars(self))
 
     def unlearn(self, history: History, deletion: Deletion, coordinator: Trainer) -> TrainingResult:  # noqa: ARG002
         """Retrain rapidly: what was deleted does not matter, for nothing of the old run is used."""

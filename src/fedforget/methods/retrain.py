@@ -16,6 +16,7 @@ class Retrain:
     optimizer: Choice | str | None = None
     rounds: int | None = None
     target_accuracy: float | None = None
+    batch_size: int | None = None
 
     name: ClassVar[str] = "retrain"
     summary: ClassVar[str] = "a fresh model, the remaining samples and the original plan: the baseline"
@@ -23,7 +24,7 @@ class Retrain:
 
     def plan(self, original: Plan) -> Plan:
         """The original plan with these settings in place of its own."""
-        return changed(original, self.optimizer, self.rounds, self.target_accuracy)
+        return changed(original, **vars(self))
 
     def unlearn(self, history: History, deletion: Deletion, coordinator: Trainer) -> TrainingResult:  # noqa: ARG002
         """Retrain: what was deleted does not matter, for nothing of the old run is used."""

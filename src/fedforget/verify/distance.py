@@ -8,11 +8,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fedforget.types import Fit
 
-def state_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes: equal exactly when two states are the same bit for bit."""
+
+def state_digest(state: Mapping[str, Tensor], fit: Fit | None = None) -> str:
+    """SHA-256 over names, types, shapes and bytes: equal exactly when two models are the same bit for bit.
+
+    The constants of a fitted preprocessing are part of a model: a mean over deleted samples would live on in them.
+    """
     digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
+    constants = {} if fit is None else {f"preprocessing {name}": tensor for name, tensor in vars(fit).items()}
+    for name, tensor in sorted({**state, **constants}.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
