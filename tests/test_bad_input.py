@@ -439,10 +439,10 @@ DAMAGES: list[tuple[str, Callable[[Path], object], tuple[tuple[object, ...], ...
     (RECORD, lambda path: changed(path, classes=["one"]), ALL),
     (RECORD, lambda path: changed(path, environment={}), ALL),
     (RECORD, lambda path: changed(path, version=7), ALL),
-    (WEIGHTS, lambda path: path.write_bytes(path.read_bytes()[:100]), (FORGET, VERIFY, PREDICT)),
-    (WEIGHTS, lambda path: path.write_bytes(b""), (FORGET, VERIFY, PREDICT)),
-    (WEIGHTS, lambda path: torch.save([1], path), (FORGET, VERIFY, PREDICT)),
-    (WEIGHTS, lambda path: torch.save({"state": 3, "fit": None}, path), (FORGET, VERIFY, PREDICT)),
+    (WEIGHTS, lambda path: path.write_bytes(path.read_bytes()[:100]), (VERIFY, PREDICT)),
+    (WEIGHTS, lambda path: path.write_bytes(b""), (VERIFY, PREDICT)),
+    (WEIGHTS, lambda path: torch.save([1], path), (VERIFY, PREDICT)),
+    (WEIGHTS, lambda path: torch.save({"state": 3, "fit": None}, path), (VERIFY, PREDICT)),
     ("pending.json", lambda path: path.write_text("{"), (FORGET, VERIFY, RELEASES)),
     ("pending.json", lambda path: path.write_text("{}"), (FORGET, VERIFY)),
     ("pending.json", pending(requests=3), (FORGET, VERIFY)),
@@ -451,7 +451,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], tuple[tuple[object, ...], ...
     ("pending.json", pending(ids={"silo-9": [1]}), (FORGET, VERIFY)),
     ("pending.json", pending(unheard_of=1), (FORGET, VERIFY)),
     ("releases/1/verification.json", lambda path: path.write_text("{}"), (RELEASES,)),
-    ("releases/1/baseline.json", lambda path: path.write_text("{}"), (FORGET, VERIFY, PREDICT)),
+    ("releases/1/baseline.json", lambda path: path.write_text("{}"), (VERIFY, PREDICT)),
 ]
 
 
@@ -487,6 +487,13 @@ def test_weights_that_are_not_those_that_were_released(run: Path, damage: Callab
     # The holder's right does not wait for the operator's backup.
     assert done(*FORGET, "--json").json["deleted"] == {"silo-1": 1}
     assert done(*VERIFY, "--json").json["bit_identical"] is True
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), Path.unlink], ids=["empty", "missing"])
+def test_a_deletion_does_not_wait_for_the_weights_that_it_replaces(run: Path, damage: Callable[[Path], object]) -> None:
+    damage(run / WEIGHTS)
+    assert "restore it from a backup" in refused(run, *VERIFY)
+    assert done(*FORGET, "--json").json["deleted"] == {"silo-1": 1}
 
 
 @pytest.mark.parametrize(

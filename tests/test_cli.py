@@ -330,3 +330,39 @@ def test_the_installed_command_keeps_stdout_clean(here: Path) -> None:
     )
     assert json.loads(ended.stdout)["release"] == 1
     assert (ended.stdout.count("\n"), ended.stderr) == (1, "")
+
+
+def test_what_was_killed_at_its_very_end_is_told_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train = ("train", "--model", "logistic", "--rounds", 1, "--silos", 3, "--out", "run", "--json")
+    forget = ("forget", "run", "--silo", "silo-1", "--ids", 4, "--baseline", "--json")
+    for command in (train, forget):
+        with monkeypatch.context() as killed:
+            killed.setattr(RunFolder, "clear_pending", stop)
+            assert fedforget(*command).code == 130
+        assert (tmp_path / "run/pending.json").exists()
+        outcome = done(*command).json
+        assert outcome["release"] == (1 if command is train else 2)
+        assert not (tmp_path / "run/pending.json").exists()
+    assert (outcome["changed"], outcome["samples_deleted"], outcome["revoked"]) == (True, 1, 1)
+    assert outcome["accuracy_baseline"] is not None
+
+
+def stop(_: RunFolder) -> None:
+    raise KeyboardInterrupt
+
+
+def test_rows_of_a_pool_are_not_shifted_by_changes_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sites").mkdir()
+    file = tmp_path / "sites/a.csv"
+    file.write_text("id,x,y\n" + "".join(f"{number},{number % 7},{number % 2}\n" for number in range(40)))
+    train = ("train", "--dataset", "csv", "--data-dir", "sites", "--label-column", "y", "--rounds", 1, "--out", "run")
+    even = ("--partition", "even", "--silos", 2)
+    for option in (("--erase",), ("--id-column", "id")):
+        assert "has no effect with partition even, but with sites" in fedforget(*train, *even, *option).err
+    done(*train, *even)
+    file.write_text(file.read_text() + "40,1,1\n")
+    assert "41 samples now, and had 40" in fedforget("forget", "run", "--silo", "silo-0", "--ids", 3).err

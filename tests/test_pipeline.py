@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
+import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import fedforget as ff
 from fedforget.data.tombstones import Tombstones
+from fedforget.federation import training
 from fedforget.federation.randomness import held_out
 from fedforget.types import SampleId, Samples, State
 from tests import small
@@ -520,3 +523,88 @@ def test_samples_of_another_shape_are_not_predicted() -> None:
     assert release.predict(small.TEST.x[0]).shape == (1, small.CLASSES)
     with pytest.raises(ff.DataError, match=r"takes samples of shape \(4,\), these have shape \(5,\)"):
         release.predict(torch.zeros(2, 5))
+
+
+class Stubborn(torch.optim.SGD):
+    """Trains while it is told to."""
+
+    willing = True
+
+    def step(self, closure: Any = None) -> None:
+        if not Stubborn.willing:
+            raise RuntimeError("no")
+        super().step(closure)
+
+
+def test_lost_tombstones_are_refused(tmp_path: Path) -> None:
+    federation = small.federation(DATA, tmp_path / "run")
+    federation.train(PLAN)
+    federation.forget({"silo-0": [1, 2]})
+    shutil.rmtree(tmp_path / "run/silos/silo-0")
+    again = small.federation(DATA, tmp_path / "run")
+    for action in (lambda: again.forget({"silo-1": [1]}), lambda: again.train(PLAN), again.verify):
+        with pytest.raises(ff.RunFolderError, match=r"silo-0 has lost tombstones \(0 are left of 2\).*backup"):
+            action()
+    assert len(again.releases) == 2
+
+
+def test_a_baseline_that_fails_stands_in_nothings_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = small.federation(DATA, optimizers={"stubborn": lambda model, lr: Stubborn(model.parameters(), lr)})
+    federation.train(dataclasses.replace(PLAN, optimizer=ff.Choice("stubborn", {"lr": 0.1})))
+    monkeypatch.setattr(Stubborn, "willing", False)
+    with pytest.raises(ff.FedforgetError, match="release 2 is served, but its baseline could not be trained"):
+        federation.forget({"silo-0": [1]}, ff.RapidRetrain(), baseline=True)
+    assert federation.forget({"silo-0": [2]}, ff.RapidRetrain()).version == 3
+    assert federation.verify()
+
+
+def test_a_baseline_can_be_measured_afterwards() -> None:
+    federation = small.federation(DATA)
+    federation.train(PLAN)
+    assert federation.forget({"silo-0": [1]}).baseline is None
+    release = federation.forget({"silo-0": [1]}, baseline=True)
+    assert (release.version, release.baseline is None) == (2, False)
+
+
+def test_a_checkpoint_of_other_arithmetic_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    seen: list[int] = []
+
+    def stop(_: str, __: ff.Plan, record: Any) -> None:
+        seen.append(record.round)
+        if seen == [1, 2]:
+            raise KeyboardInterrupt
+
+    federation = small.federation(DATA, folder, on_round=stop)
+    with pytest.raises(KeyboardInterrupt):
+        federation.train(PLAN)
+    monkeypatch.setattr(training, "environment", lambda _: {"torch": "another", "device": "cpu", "threads": 1})
+    federation.train(PLAN)
+    assert seen[:4] == [1, 2, 1, 2]
+
+
+def test_verify_looks_at_what_lies_in_the_folder(tmp_path: Path) -> None:
+    release = small.federation(DATA, tmp_path / "run").train(PLAN)
+    path = tmp_path / "run/releases/1/weights.pt"
+    stored = torch.load(path, weights_only=True)
+    stored["state"]["1.bias"] += 1
+    torch.save(stored, path)
+    assert not release.verify()
+
+
+def test_a_method_that_cannot_be_found_again_is_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Local(ff.Retrain):
+        pass
+
+    federation = small.federation(DATA)
+    federation.train(PLAN)
+    with pytest.raises(ff.PlanError, match="Local"):
+        federation.forget({"silo-0": [1]}, Local())
+    assert len(federation.releases) == 1
+
+
+def test_a_retraining_may_choose_another_batch_size() -> None:
+    federation = small.federation(DATA)
+    federation.train(PLAN)
+    assert federation.forget({"silo-0": [1]}, ff.Retrain(batch_size=3)).plan.batch_size == 3

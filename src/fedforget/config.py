@@ -87,8 +87,8 @@ class TrainConfig:
             (("alpha",), "partition", self.partition_kind, ("dirichlet",)),
             (("shards",), "partition", self.partition_kind, ("shards",)),
             (("silos", "partition_seed"), "partition", self.partition_kind, ("even", "dirichlet", "shards")),
-            (("id_column", "erase"), "partition", self.partition_kind, ("sites",)),
             (("id_column", "label_threshold", "missing", "erase"), "dataset", self.dataset.split(":")[0], ("csv",)),
+            (("id_column", "erase"), "partition", self.partition_kind, ("sites",)),
             (("input_column",), "dataset", self.dataset.split(":")[0], ("hub",)),
             (("label_column",), "dataset", self.dataset.split(":")[0], ("csv", "hub")),
         ):

@@ -290,6 +290,8 @@ class Federation:
         self, work: Work | None, request: Deletions | None, method: Method | None, *, baseline: bool
     ) -> Release:
         """Begin a deletion; unfinished work is taken up in it: one retraining answers all requests."""
+        if not self.releases:
+            raise RunFolderError("no model is released yet: train first")
         served, original = self.releases[-1], self._engine.history().plan
         if method is None:
             method = RapidRetrain() if work is None else named_method(work.method or "", work.settings)

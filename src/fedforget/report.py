@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
+from fedforget.errors import RunFolderError
 from fedforget.runs import ReleaseRecord, RunFolder
 from fedforget.types import RoundRecord
 from fedforget.verify.utility import sape, speed_up
 
+Found = TypeVar("Found")
 STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a;
@@ -95,7 +98,7 @@ def page(folder: RunFolder, records: Sequence[ReleaseRecord]) -> str:
 
 
 def _curves(folder: RunFolder, record: ReleaseRecord, original: str) -> list[Curve]:
-    baseline = folder.baseline(record.version)
+    baseline = _readable(folder.baseline, record.version)
     title = f"{record.method or 'original'} (release {record.version})"
     curves = [Curve(title, str(record.plan.optimizer), record.records, baseline, record.metrics)]
     if baseline is not None:
@@ -103,8 +106,16 @@ def _curves(folder: RunFolder, record: ReleaseRecord, original: str) -> list[Cur
     return curves
 
 
+def _readable(read: Callable[[int], Found | None], version: int) -> Found | None:
+    """What lies beside a release; a damaged document is left out, for the page must not stop a deletion."""
+    try:
+        return read(version)
+    except RunFolderError:
+        return None
+
+
 def _verdict(folder: RunFolder, record: ReleaseRecord) -> str:
-    found = folder.verification(record.version)
+    found = _readable(folder.verification, record.version)
     if found is None:
         text = f"Release {record.version} is not verified yet: fedforget verify {folder.path}"
         return f'<p class="verdict">{escape(text)}</p>'

@@ -37,6 +37,7 @@ from fedforget.federation.registry import Registry
 from fedforget.types import Fit, Plan, RoundRecord, SampleId, Samples, State, TrainingResult
 
 R = TypeVar("R")
+SHOWN_FAILURES = 2
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,8 @@ def expect(
     """The replies in silo-name order; any failure ends the work, for a part of the silos is not a success."""
     failures = [f"{reply.reason}" for _, reply in sorted(replies.items()) if isinstance(reply, Failure)]
     if failures:
-        others = f" (and {len(failures) - 1} more silos)" if len(failures) > 1 else ""
-        raise error(failures[0] + others)
+        others = f" (and {len(failures) - SHOWN_FAILURES} more silos)" if len(failures) > SHOWN_FAILURES else ""
+        raise error("; ".join(failures[:SHOWN_FAILURES]) + others)
     expected: dict[str, R] = {name: reply for name, reply in sorted(replies.items()) if isinstance(reply, kind)}
     if len(expected) < len(replies):
         raise SiloError(f"silo {min(set(replies) - set(expected))} answered another task than it was given")
