@@ -3,6 +3,12 @@
 The public API: everything else may change without notice.
 """
 
+import os
+
+# Before torch is imported: its threads would spin while they wait for each other, and on a machine that has other
+# work small models would crawl. Which thread computes what, and so every bit, stays the same.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from fedforget import models, optim
 from fedforget.data import datasets
 from fedforget.errors import (

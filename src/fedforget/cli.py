@@ -443,7 +443,7 @@ def samples_of(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist: name a .npy file with --input") from error
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read as a .npy file of numbers: {error}") from error
+        raise DataError(f"{path} cannot be read as a .npy file of numbers: write it with numpy.save") from error
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
         kind = values.dtype if isinstance(values, np.ndarray) else "several arrays"
         raise DataError(f"{path} holds {kind}, not one array of numbers: save it with numpy.save")
@@ -482,8 +482,13 @@ def deletions(
         return dict.fromkeys(silos, "all")
     if len(silos) != 1:
         raise DeletionError("--ids and --ids-file are of one silo: for several, use --request")
-    texts = ids.split(",") if ids is not None else _lines(ids_file)
-    return {silos[0]: [text.strip() for text in texts if text.strip()]}
+    if ids is None:
+        return {silos[0]: [text.strip() for text in _lines(ids_file) if text.strip()]}
+    named = [text.strip() for text in ids.split(",")] if ids.strip() else []
+    if "" in named:
+        # A deletion cannot be undone: a gap in the list is more likely a slip than meant.
+        raise DeletionError(f"--ids {ids} has nothing between two commas, or at an end: write it without the gap")
+    return {silos[0]: named}
 
 
 def _lines(path: Path | None) -> list[str]:
