@@ -75,6 +75,7 @@ DELETIONS: list[tuple[tuple[object, ...], str]] = [
     (("--silo", "silo-1", "--ids", "1,9999"), "silo silo-1 holds no sample with id 9999: nothing was deleted"),
     (("--silo", "silo-1", "--ids", ""), "silo silo-1: the list of sample ids is empty"),
     (("--silo", "silo-1", "--ids", " , "), "silo silo-1: the list of sample ids is empty"),
+    (("--silo", "silo-1", "--ids", "1,,2"), "--ids 1,,2 has nothing between two commas"),
     (("--silo", "silo-1", "--ids-file", "nowhere.txt"), "nowhere.txt cannot be read"),
     (("--silo", "silo-1", "--ids-file", "."), ". cannot be read"),
     (("--silo", "silo-1"), "say what to delete by one of --ids, --ids-file, --fraction, --whole-silo and --request"),

@@ -484,7 +484,9 @@ def deletions(
         raise DeletionError("--ids and --ids-file are of one silo: for several, use --request")
     if ids is None:
         return {silos[0]: [text.strip() for text in _lines(ids_file) if text.strip()]}
-    named = [text.strip() for text in ids.split(",")] if ids.strip() else []
+    named = [text.strip() for text in ids.split(",")]
+    if not any(named):
+        return {silos[0]: []}
     if "" in named:
         # A deletion cannot be undone: a gap in the list is more likely a slip than meant.
         raise DeletionError(f"--ids {ids} has nothing between two commas, or at an end: write it without the gap")
