@@ -482,21 +482,21 @@ def deletions(
         return dict.fromkeys(silos, "all")
     if len(silos) != 1:
         raise DeletionError("--ids and --ids-file are of one silo: for several, use --request")
-    if ids is None:
-        return {silos[0]: [text.strip() for text in _lines(ids_file) if text.strip()]}
+    return {silos[0]: _lines(ids_file) if ids is None else _listed(ids)}
+
+
+def _listed(ids: str) -> list[str]:
     named = [text.strip() for text in ids.split(",")]
-    if not any(named):
-        return {silos[0]: []}
-    if "" in named:
+    if "" in named and any(named):
         # A deletion cannot be undone: a gap in the list is more likely a slip than meant.
         raise DeletionError(f"--ids {ids} has nothing between two commas, or at an end: write it without the gap")
-    return {silos[0]: named}
+    return [text for text in named if text]
 
 
 def _lines(path: Path | None) -> list[str]:
     assert path is not None
     try:
-        return path.read_text().splitlines()
+        return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DeletionError(f"{path} cannot be read: {error}") from error
 
