@@ -91,6 +91,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"paper_rule_{arguments.dataset}.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    # A line that is marked as interrupted holds the rounds of a run that was cut short: it is made again.
+    lines = [line for line in lines if not line.get("interrupted")]
     made = {(line["learning_rate"], line["block_size"], line["seed"]) for line in lines}
     for cell in itertools.product(arguments.rates, arguments.blocks, arguments.seeds):
         if cell not in made:
