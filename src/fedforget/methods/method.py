@@ -54,7 +54,6 @@ def changed(plan: Plan, **settings: Any) -> Plan:
 
 
 def settings_of(method: Method) -> dict[str, Any]:
-    """A method's settings as plain JSON data."""
     """A method's settings as plain JSON data, from which `from_settings` makes an equal method."""
     given: Any = method  # a protocol cannot ask for a frozen dataclass
     if isinstance(method, type) or not isinstance(method, Method):
