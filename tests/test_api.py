@@ -7,8 +7,9 @@ import sys
 import fedforget as ff
 
 PUBLIC = """
-Choice DataError Dataset DeletionError Federation FedforgetError Origin Partition Plan PlanError Preprocessing
-RapidRetrain Release Retrain RunFolderError Samples Share SiloError Verification __version__ datasets models optim
+Choice DataError Dataset DeletionError DivergedError Federation FedforgetError Origin Partition Plan PlanError
+Preprocessing RapidRetrain Release Retrain RunFolderError Samples Share SiloError Verification __version__ datasets
+models optim
 """
 HEAVY = ("typer", "rich", "matplotlib", "sklearn", "PIL", "datasets", "cloudpickle")
 

@@ -151,12 +151,14 @@ def test_the_demo_proves_what_it_shows(here: Path) -> None:
     shown = done("demo", "--out", "RUN", "--json").json
     assert shown["bit_identical"] is True
     assert (shown["samples_deleted"], shown["samples_total"], shown["silos"]) == (29, 1437, 10)
-    for name in ("accuracy_before", "accuracy_retrain", "accuracy_rapid"):
+    for name in ("accuracy_before", "accuracy_retrain", "accuracy_rapid", "accuracy_paper"):
         assert 0.9 < shown[name] <= 1, name
-    a, b = shown["accuracy_retrain"], shown["accuracy_rapid"]
-    assert shown["sape"] == pytest.approx(abs(a - b) / (a + b))
-    assert shown["speedup_rounds"] > 0
-    assert shown["speedup_time"] > 0
+    for end in ("", "_paper"):
+        a, b = shown["accuracy_retrain"], shown["accuracy" + (end or "_rapid")]
+        assert shown["sape" + end] == pytest.approx(abs(a - b) / (a + b))
+        assert shown["speedup_rounds" + end] > 0
+        assert shown["speedup_time" + end] > 0
+    assert (shown["optimizer_rapid"], shown["optimizer_paper"]) == ("muon", "diagonal-fisher(lr=0.01)")
     record = RunFolder.open(here / "RUN").release(2)
     assert (record.digest, record.deleted) == (shown["digest"], {"silo-3": 29})
     assert "RUN holds a run already" in refused(here / "RUN", "demo", "--out", "RUN")
@@ -233,9 +235,11 @@ def test_sets_of_samples(run: Path, here: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "optimizer"),
     [
-        ((), "diagonal-fisher(lr=0.003)"),
-        (("--lr", 0.01), "diagonal-fisher(lr=0.01)"),
-        (("--optimizer-setting", "block_size=1"), "diagonal-fisher(block_size=1, lr=0.003)"),
+        ((), "muon"),
+        (("--lr", 0.01), "muon(lr=0.01)"),
+        (("--optimizer", "diagonal-fisher"), "diagonal-fisher"),
+        (("--optimizer", "diagonal-fisher", "--optimizer-setting", "block_size=1"), "diagonal-fisher(block_size=1)"),
+        (("--optimizer-setting", "slice_size=16"), "muon(slice_size=16)"),
         (("--optimizer", "adam"), "adam"),
         (("--method", "retrain"), "sgd(lr=0.2)"),
         (("--method", "retrain", "--lr", 0.1), "sgd(lr=0.1)"),

@@ -97,9 +97,9 @@ def test_it_is_whole_and_needs_no_network(reported: Path) -> None:
 def test_names_are_escaped(run: Path) -> None:
     assert "<h1>run &lt;1&gt;</h1>" in text_of(run)
     record = run / "releases/2/release.json"
-    record.write_text(record.read_text().replace('"diagonal-fisher"', '"own:<1>"'))
+    record.write_text(record.read_text().replace('"muon"', '"own:<1>"'))
     write_report(RunFolder.open(run))
-    assert "own:&lt;1&gt;(lr=0.003)" in text_of(run)
+    assert "own:&lt;1&gt;" in text_of(run)
     assert "<1>" not in text_of(run)
 
 
@@ -122,7 +122,7 @@ def test_runs_compared(reported: Path) -> None:
     table = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert list(table) == ["original (release 1)", "rapid (release 2)", "retrain (baseline of release 2)"]
     row = table["rapid (release 2)"]
-    assert row["optimizer"] == "diagonal-fisher(lr=0.003)"
+    assert row["optimizer"] == "muon"
     assert row["accuracy"] == f"{100 * rapid.records[-1].accuracy:.2f} %"
     assert row["SAPE"] == f"{sape(baseline[-1].accuracy, rapid.records[-1].accuracy):.2e}"
     assert row["v in rounds"] == f"{speed.rounds:.2f} ×"

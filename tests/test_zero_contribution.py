@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "sgd": {"lr": 0.1, "momentum": 0.9},
     "adam": {"lr": 0.05},
     "diagonal-fisher": {"lr": 0.01, "block_size": 2, "eps": 1e-3},
+    "muon": {"lr": 0.05, "slice_size": 2},
 }
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 slow = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

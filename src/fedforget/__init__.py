@@ -14,6 +14,7 @@ from fedforget.data import datasets
 from fedforget.errors import (
     DataError,
     DeletionError,
+    DivergedError,
     FedforgetError,
     PlanError,
     RunFolderError,
@@ -32,6 +33,7 @@ __all__ = [
     "DataError",
     "Dataset",
     "DeletionError",
+    "DivergedError",
     "Federation",
     "FedforgetError",
     "Origin",

@@ -159,7 +159,8 @@ def train(
         ),
     ] = None,
     optimizer: Annotated[
-        str | None, option("sgd, adam, diagonal-fisher or package.module:callable; default: sgd.", "NAME", LEARNING)
+        str | None,
+        option("sgd, adam, muon, diagonal-fisher or package.module:callable; default: sgd.", "NAME", LEARNING),
     ] = None,
     lr: Annotated[float | None, option("Learning rate; default: the optimizer's own.", None, LEARNING)] = None,
     optimizer_setting: Annotated[

@@ -212,6 +212,9 @@ class Engine:
             "seconds_per_round": sum(record.seconds for record in result.records) / rounds,
             "bytes_per_round": sum(record.bytes for record in result.records) / rounds,
         }
+        if result.discarded:
+            metrics["discarded_rounds"] = len(result.discarded)
+            metrics["discarded_seconds"] = sum(record.seconds for record in result.discarded)
         before = self._replaced()
         if before is not None:
             if _shapes(before.state) == _shapes(result.state):

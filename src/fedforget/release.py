@@ -96,7 +96,9 @@ class Release:
     @property
     def speed_up(self) -> SpeedUp | None:
         """v against the baseline at equal accuracy, where one was run."""
-        return speed_up(self.baseline.records, self.records, len(self.record.classes)) if self.baseline else None
+        if self.baseline is None:
+            return None
+        return speed_up(self.baseline.records, self.records, len(self.record.classes), self.record.metrics)
 
     def model(self) -> nn.Module:
         """The trained model, in evaluation mode; it takes prepared samples (`predict` takes them as they are)."""

@@ -167,7 +167,12 @@ def _comparison(curves: Sequence[Curve], classes: int) -> str:
     rows, notes = [], []
     for curve in curves:
         baseline = curve.baseline
-        speed = speed_up(baseline, curve.records, classes) if baseline else None
+        speed = speed_up(baseline, curve.records, classes, curve.metrics) if baseline else None
+        if discarded := curve.metrics.get("discarded_rounds"):
+            notes.append(
+                f'<p class="note">{escape(curve.title)}: {discarded:g} rounds of tries with larger steps diverged '
+                "before it; they count in v.</p>"
+            )
         if speed is not None and speed.reason is not None:
             notes.append(f'<p class="note">{escape(curve.title)}: no v, for {escape(speed.reason)}.</p>')
         seconds = sum(record.seconds for record in curve.records) / len(curve.records)

@@ -262,6 +262,8 @@ class TrainingResult:
     state: State
     fit: Fit | None
     records: tuple[RoundRecord, ...]
+    discarded: tuple[RoundRecord, ...] = ()
+    """Rounds of tries before this one that diverged."""
 
 
 @dataclass(frozen=True)

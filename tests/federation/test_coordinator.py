@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import fedforget as ff
-from fedforget.errors import DataError, DeletionError, PlanError, SiloError
+from fedforget.errors import DataError, DeletionError, DivergedError, PlanError, SiloError
 from fedforget.federation import training
 from fedforget.federation.coordinator import Checkpoint, Coordinator, expect
 from fedforget.federation.link import Counted, Evaluate, Evaluated, Failure, Link, Reply, Task, Train, Trained, Wiped
 from fedforget.federation.randomness import seeded
 from fedforget.federation.registry import Registry
-from fedforget.types import RoundRecord, Samples, State
+from fedforget.types import RoundRecord, Samples, State, TrainingResult
 from tests import small
 from tests.federation.parts import PLAN, REGISTRY, coordinator, equal, in_process, train_task
 
@@ -107,12 +107,40 @@ def test_a_run_that_broke_off_ends_with_the_same_bits(
         ]
 
 
-def test_a_run_goes_on_only_with_its_own_plan(tmp_path: Path) -> None:
+def test_a_piece_of_work_may_train_by_several_plans(tmp_path: Path) -> None:
     checkpoints = Memory()
     link = in_process(tmp_path, DATA)
+    other = replace(PLAN, seed=1)
     coordinator(link, checkpoints=checkpoints).train(PLAN)
-    with pytest.raises(PlanError, match="begun with another plan"):
-        coordinator(link, checkpoints=checkpoints).train(replace(PLAN, seed=1))
+    second = coordinator(link, checkpoints=checkpoints).train(other)
+    assert equal(second.state, coordinator(in_process(tmp_path / "alone", DATA)).train(other).state)
+    assert len(checkpoints.kept) == 2
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_watch_ends_a_run_as_diverged_also_one_that_is_resumed(tmp_path: Path, every: int) -> None:
+    link, checkpoints = in_process(tmp_path, DATA), Memory()
+
+    def train() -> TrainingResult:
+        options: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_every": every}
+        return coordinator(link, **options).train(
+            replace(PLAN, rounds=5), lambda records: "too far" if len(records) == 3 else None
+        )
+
+    for _ in range(2):
+        with pytest.raises(DivergedError, match="round 3: too far") as caught:
+            train()
+        assert [record.round for record in caught.value.records] == [1, 2, 3]
+
+
+def test_numbers_that_run_away_end_a_run_with_the_rounds_so_far(tmp_path: Path) -> None:
+    plan = replace(PLAN, rounds=9, optimizer=ff.Choice("sgd", {"lr": 1e38}))
+    with pytest.raises(DivergedError, match=r"silo silo-\d, round \d: training diverged") as caught:
+        coordinator(in_process(tmp_path, DATA)).train(plan)
+    last = caught.value.records[-1]
+    assert math.isnan(last.loss)
+    assert last.round == len(caught.value.records)
+    assert last.seconds > 0
 
 
 def test_runs_names_never_enter_a_random_number(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_torchs_optimizers_are_given_parameters_and_others_the_model() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("newton", {}, "optimizer 'newton' is unknown: use adam, diagonal-fisher, sgd"),
+        ("newton", {}, "optimizer 'newton' is unknown: use adam, diagonal-fisher, muon, sgd"),
         ("sgd", {"learning_rate": 0.1}, "learning_rate"),
         ("sgd", {"lr": -1.0}, r"sgd\(lr=-1.0\)"),
         ("adam", {"beta1": 2.0}, "beta1"),

@@ -224,7 +224,7 @@ def test_a_model_whose_samples_are_coupled_cannot_be_forgotten_by_the_papers_rul
     federation = small.federation(small.sources([12, 8]), model=Normalising)
     federation.train(ff.Plan(rounds=1, batch_size=4))
     with pytest.raises(ff.PlanError, match="BatchNorm"):
-        federation.forget({"silo-1": [0, 1]}, ff.RapidRetrain())
+        federation.forget({"silo-1": [0, 1]}, ff.RapidRetrain("diagonal-fisher"))
     assert len(federation.samples("silo-1")) == 8
 
 

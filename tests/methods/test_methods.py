@@ -15,7 +15,6 @@ from fedforget import methods, optim
 from fedforget.engine import method_name, named_method
 from fedforget.methods import Guarantee, Method
 from fedforget.methods.method import from_settings, settings_of
-from fedforget.methods.rapid import PAPERS_RULE
 from fedforget.types import Deletion, History, Plan, TrainingResult
 from tests import small
 from tests.federation.parts import PLAN
@@ -34,7 +33,7 @@ class OnlyTrains:
     def __init__(self) -> None:
         self.plans: list[Plan] = []
 
-    def train(self, plan: Plan) -> TrainingResult:
+    def train(self, plan: Plan, watch: Any = None) -> TrainingResult:
         self.plans.append(plan)
         return TrainingResult(plan, {}, None, ())
 
@@ -91,11 +90,11 @@ def test_all_that_it_does_not_set_is_the_original_plans(method: Any) -> None:
         assert vars(method.plan(PLAN))[name] == vars(Plan(**{name: getattr(method, name)}))[name]
 
 
-def test_retraining_is_the_original_plan_and_rapid_the_papers_rule() -> None:
+def test_retraining_is_the_original_plan_and_rapid_another_step() -> None:
     assert ff.Retrain().plan(PLAN) == PLAN
-    assert ff.RapidRetrain().plan(PLAN) == replace(PLAN, optimizer=PAPERS_RULE)
-    assert PAPERS_RULE.name == "diagonal-fisher"
-    assert PAPERS_RULE.name in optim.BUILT_IN
+    assert ff.RapidRetrain().plan(PLAN) == replace(PLAN, optimizer="muon")
+    assert ff.RapidRetrain("diagonal-fisher").plan(PLAN) == replace(PLAN, optimizer="diagonal-fisher")
+    assert {"muon", "diagonal-fisher"} <= set(optim.BUILT_IN)
 
 
 # What is no method

@@ -65,6 +65,13 @@ def test_v_is_taken_at_the_lower_of_the_two_final_accuracies() -> None:
     assert speed_up(fast, baseline, 10) == SpeedUp(0.8, 2 / 5, (2 * 4.0) / (5 * 2.0))
 
 
+def test_tries_that_diverged_count_as_the_methods_rounds_and_time() -> None:
+    baseline = run([0.1, 0.3, 0.5, 0.7, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8], seconds=2.0)
+    fast = run([0.6, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9], seconds=4.0)
+    discarded = {"discarded_rounds": 3, "discarded_seconds": 12.0, "rounds": 7}
+    assert speed_up(baseline, fast, 10, discarded) == SpeedUp(0.8, 5 / 5, 10.0 / 20.0)
+
+
 def test_v_of_a_run_against_itself_is_one() -> None:
     records = run([0.2, 0.5, 0.7, 0.8, 0.8, 0.8, 0.8, 0.8])
     assert speed_up(records, records, 10) == SpeedUp(final_accuracy(records), 1.0, 1.0)

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from fedforget.errors import DataError, DeletionError, FedforgetError, PlanError, SiloError
+from fedforget.errors import DataError, DeletionError, DivergedError, FedforgetError, PlanError, SiloError
 from fedforget.federation import training
 from fedforget.federation.aggregate import Aggregation
 from fedforget.federation.link import (
@@ -37,6 +37,9 @@ from fedforget.federation.registry import Registry
 from fedforget.types import Fit, Plan, RoundRecord, SampleId, Samples, State, TrainingResult
 
 R = TypeVar("R")
+Watch = Callable[[tuple[RoundRecord, ...]], str | None]
+"""Looks at the rounds so far; a text that it gives back says why the run has diverged, and ends it."""
+
 SHOWN_FAILURES = 2
 
 
@@ -64,7 +67,7 @@ class CheckpointStore(Protocol):
 
 @dataclass(frozen=True)
 class Coordinator:
-    """Trains one run over a link; `run` names it at the silos, and never enters a random number."""
+    """Trains over a link; `run` names the work at the silos, and never enters a random number."""
 
     link: Link
     registry: Registry
@@ -75,26 +78,29 @@ class Coordinator:
     checkpoint_every: int = 1
     on_round: Callable[[RoundRecord], None] | None = None
 
-    def train(self, plan: Plan) -> TrainingResult:
-        """Train from a fresh model, or go on from the run's last checkpoint, until the plan's end."""
+    def train(self, plan: Plan, watch: Watch | None = None) -> TrainingResult:
+        """Train from a fresh model, or go on from the plan's last checkpoint, until the plan's end.
+
+        A DivergedError ends a run whose numbers run away, or of which `watch` says so.
+        """
         model, aggregate = self.check(plan)
         counts, constants = self.count(plan)
+        # One piece of work may train by several plans, each a run of its own.
+        run = f"{self.run}-{plan.digest()[:16]}"
         state, records = training.state_of(model), ()  # type: tuple[State, tuple[RoundRecord, ...]]
-        if self.checkpoints is not None and (saved := self.checkpoints.load(self.run)) is not None:
-            if saved.plan != plan:
-                raise PlanError(f"run {self.run} was begun with another plan: it can only go on with its own")
-            # With another torch, device or number of threads it is begun anew: a mixture could never be verified.
-            if saved.environment == training.environment(self.device):
-                state = {name: tensor.to(self.device) for name, tensor in saved.state.items()}
-                records = saved.records
+        saved = None if self.checkpoints is None else self.checkpoints.load(run)
+        # With another torch, device or number of threads it is begun anew: a mixture could never be verified.
+        if saved is not None and saved.environment == training.environment(self.device):
+            state = {name: tensor.to(self.device) for name, tensor in saved.state.items()}
+            records = saved.records
 
-        while len(records) < plan.rounds and not _reached(plan, records):
+        while _goes_on(plan, records, watch):
             number = len(records) + 1
             chosen = participants(counts, plan.silos_per_round, plan.seed, number)
             started = time.perf_counter()
             tasks = {
                 name: Train(
-                    run=self.run,
+                    run=run,
                     plan=plan,
                     round=number,
                     previous=_last_turn(records, name),
@@ -104,7 +110,12 @@ class Coordinator:
                 )
                 for name in chosen
             }
-            replies = expect(self.link.call(tasks), Trained)
+            try:
+                replies = expect(self.link.call(tasks), Trained)
+            except DivergedError as error:
+                seconds = time.perf_counter() - started
+                failed = RoundRecord(number, chosen, math.nan, math.nan, seconds, len(chosen) * tensor_bytes(state))
+                raise DivergedError(str(error), (*records, failed)) from error
             samples = [reply.samples for reply in replies.values()]
             moved = len(chosen) * tensor_bytes(state) + sum(tensor_bytes(reply.state) for reply in replies.values())
             loss = sum(reply.loss * reply.samples for reply in replies.values()) / sum(samples)
@@ -115,7 +126,7 @@ class Coordinator:
             record = RoundRecord(number, chosen, loss, accuracy, seconds, moved)
             records = (*records, record)
             if self._checkpointed(number) and self.checkpoints is not None:
-                self.checkpoints.save(self.run, Checkpoint(plan, state, records, training.environment(self.device)))
+                self.checkpoints.save(run, Checkpoint(plan, state, records, training.environment(self.device)))
             if self.on_round is not None:
                 self.on_round(record)
         return TrainingResult(plan, {name: tensor.cpu() for name, tensor in state.items()}, constants, records)
@@ -214,10 +225,11 @@ def expect(
     error: type[SiloError | DataError | DeletionError] = SiloError,
 ) -> dict[str, R]:
     """The replies in silo-name order; any failure ends the work, for a part of the silos is not a success."""
-    failures = [f"{reply.reason}" for _, reply in sorted(replies.items()) if isinstance(reply, Failure)]
+    failures = [reply for _, reply in sorted(replies.items()) if isinstance(reply, Failure)]
     if failures:
         others = f" (and {len(failures) - SHOWN_FAILURES} more silos)" if len(failures) > SHOWN_FAILURES else ""
-        raise error("; ".join(failures[:SHOWN_FAILURES]) + others)
+        reasons = "; ".join(failure.reason for failure in failures[:SHOWN_FAILURES]) + others
+        raise DivergedError(reasons) if all(failure.diverged for failure in failures) else error(reasons)
     expected: dict[str, R] = {name: reply for name, reply in sorted(replies.items()) if isinstance(reply, kind)}
     if len(expected) < len(replies):
         raise SiloError(f"silo {min(set(replies) - set(expected))} answered another task than it was given")
@@ -248,8 +260,12 @@ def _aggregated(
     return state
 
 
-def _reached(plan: Plan, records: tuple[RoundRecord, ...]) -> bool:
-    return plan.target_accuracy is not None and bool(records) and records[-1].accuracy >= plan.target_accuracy
+def _goes_on(plan: Plan, records: tuple[RoundRecord, ...], watch: Watch | None) -> bool:
+    """Whether another round is due."""
+    if watch is not None and records and (reason := watch(records)) is not None:
+        raise DivergedError(f"round {len(records)}: {reason}", records)
+    reached = plan.target_accuracy is not None and bool(records) and records[-1].accuracy >= plan.target_accuracy
+    return len(records) < plan.rounds and not reached
 
 
 def _synchronize(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fedforget.errors import DivergedError
 from fedforget.federation.preprocessing import FeatureSums
 from fedforget.types import Fit, Plan, SampleId, State
 
@@ -109,12 +110,15 @@ class Failure:
     """Why a silo did not carry out its task; the reason names the silo."""
 
     reason: str
+    diverged: bool = False
+    """The numbers ran away: with a smaller step the task might succeed."""
 
     @staticmethod
     def of(silo: str, error: Exception) -> Failure:
         """What the coordinator is told of a silo's error."""
         text = str(error)
-        return Failure(text if text.startswith(f"silo {silo}") else f"silo {silo}: {text}")
+        reason = text if text.startswith(f"silo {silo}") else f"silo {silo}: {text}"
+        return Failure(reason, isinstance(error, DivergedError))
 
 
 Reply = Counted | Trained | Evaluated | Forgotten | Wiped

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedforget.errors import DataError, DeletionError, FedforgetError, SiloError
+from fedforget.errors import DataError, DeletionError, DivergedError, FedforgetError, SiloError
 from fedforget.federation import training
 from fedforget.federation.link import (
     Count,
@@ -165,7 +165,7 @@ class Silo:
                 loss = training.train(model, optimizer, x, y, task.plan, task.round, self.name)
         # Buffers may hold infinities on purpose, as a mask does.
         if not math.isfinite(loss) or not all(bool(torch.isfinite(part).all()) for part in model.parameters()):
-            raise SiloError(
+            raise DivergedError(
                 f"silo {self.name}, round {task.round}: training diverged (loss {loss}); "
                 "lower the learning rate, or look for missing values in the samples"
             )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from fedforget.errors import PlanError
+from fedforget.federation.coordinator import Watch
 from fedforget.types import Choice, Deletion, History, Plan, TrainingResult
 
 Guarantee = Literal["exact", "approximate"]
@@ -16,8 +17,8 @@ Guarantee = Literal["exact", "approximate"]
 class Trainer(Protocol):
     """What a method needs of a coordinator: training runs over the samples that remain."""
 
-    def train(self, plan: Plan) -> TrainingResult:
-        """Train from a fresh model."""
+    def train(self, plan: Plan, watch: Watch | None = None) -> TrainingResult:
+        """Train from a fresh model; a DivergedError ends a run that diverges, or of which `watch` says so."""
         ...
 
 

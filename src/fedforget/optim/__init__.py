@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from fedforget.optim.diagonal_fisher import DiagonalFisher
+from fedforget.optim.muon import Muon
 from fedforget.types import Choice
 
-__all__ = ["BUILT_IN", "SGD", "Adam", "DiagonalFisher"]
+__all__ = ["BUILT_IN", "SGD", "Adam", "DiagonalFisher", "Muon"]
 
 
 def SGD(lr: float = 0.1, momentum: float = 0.0, nesterov: bool = False) -> Choice:  # noqa: N802 - reads like torch's
@@ -60,6 +61,7 @@ BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": build_sgd,
     "adam": build_adam,
     "diagonal-fisher": build_diagonal_fisher,
+    "muon": Muon,
 }
 """What a plan can name: each is called with the model and the plan's settings."""
 

@@ -7,9 +7,10 @@ five rounds, and T(a) counts up to the first of two consecutive rounds at or abo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 from fedforget.types import RoundRecord
 
@@ -48,8 +49,16 @@ def rounds_to(records: Sequence[RoundRecord], accuracy: float) -> int | None:
     return None
 
 
-def speed_up(baseline: Sequence[RoundRecord], unlearned: Sequence[RoundRecord], classes: int) -> SpeedUp:
-    """v of a run against the baseline's, at equal accuracy."""
+def speed_up(
+    baseline: Sequence[RoundRecord],
+    unlearned: Sequence[RoundRecord],
+    classes: int,
+    metrics: Mapping[str, float] = MappingProxyType({}),
+) -> SpeedUp:
+    """v of a run against the baseline's, at equal accuracy.
+
+    The `metrics` of the run's release say what tries that diverged took before it; that counts as the method's.
+    """
     for name, records in (("the baseline", baseline), ("the method", unlearned)):
         final = final_accuracy(records)
         if math.isnan(final) or final <= 1 / classes + CHANCE_MARGIN:
@@ -58,7 +67,9 @@ def speed_up(baseline: Sequence[RoundRecord], unlearned: Sequence[RoundRecord], 
     slow, fast = rounds_to(baseline, accuracy), rounds_to(unlearned, accuracy)
     if slow is None or fast is None:
         return SpeedUp(accuracy, None, None, "a run never held the accuracy for two rounds")
-    return SpeedUp(accuracy, slow / fast, _seconds(baseline, slow) / _seconds(unlearned, fast))
+    rounds = fast + metrics.get("discarded_rounds", 0)
+    seconds = _seconds(unlearned, fast) + metrics.get("discarded_seconds", 0)
+    return SpeedUp(accuracy, slow / rounds, _seconds(baseline, slow) / seconds)
 
 
 def _seconds(records: Sequence[RoundRecord], rounds: int) -> float:

@@ -1,0 +1,296 @@
+"""Rounds and seconds of rapid retraining to a stated accuracy, against baselines each at the best rate of its grid.
+
+    python benchmarks/rapid.py --dataset mnist --data-dir DATA --device cuda --out benchmarks/results
+
+K = 10 silos, an even split, all of them in each round, one local epoch; one silo deleted 2 % of all samples, and what
+is measured is the training after it, from a fresh model. First the project's default runs; that sets how many rounds the
+others get: plain SGD twelve times as many, everything else four times. Then a grid of learning rates on seed 0 at the
+first batch size, wider where the best lies at its edge; then the best of each on all seeds, one after the other, at
+every batch size. Each run is a line of OUT/rapid.jsonl; lines that are there already are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedforget as ff
+from baselines import AdaHessian, DecayingAdam, keeping_graphs
+
+SETTINGS = {
+    # dataset: model, accuracies of the table; the last one ends a run
+    "mnist": ("cnn", (0.95, 0.98, 0.984)),
+    "fashion-mnist": ("cnn", (0.85, 0.88, 0.90)),
+    "cifar10": ("alexnet", (0.50, 0.60, 0.65, 0.673)),
+    "digits": ("mlp", (0.90, 0.93, 0.95)),
+}
+SILOS, FORGETS, RATE = 10, "silo-3", 0.02
+WIDENINGS = 3
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An optimizer of the table: its name in a plan, settings that stay, and the rates of its grid."""
+
+    optimizer: str
+    rates: tuple[float, ...]
+    settings: tuple[tuple[str, float], ...] = ()
+    allowance: int = 4
+    """How many times the rounds of the default it gets."""
+
+
+ENTRIES = {
+    "paper's SGD": Entry("sgd", (0.001,), allowance=12),
+    "SGD": Entry("sgd", (0.01, 0.03, 0.1, 0.3, 1.0), allowance=12),
+    "momentum": Entry("sgd", (0.003, 0.01, 0.03, 0.1, 0.3), (("momentum", 0.9),)),
+    "Adam": Entry("adam", (0.0003, 0.001, 0.003, 0.01, 0.03)),
+    "Adam, decaying": Entry("adam-decay", (0.001, 0.003, 0.01, 0.03, 0.1)),
+    "AdaHessian": Entry("adahessian", (0.01, 0.03, 0.1, 0.3, 1.0)),
+    "paper's rule": Entry("diagonal-fisher", (0.0003, 0.001, 0.003, 0.01, 0.03)),
+}
+DEFAULT = "rapid"
+
+
+def channels_last(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    """The cnn in the memory format in which a CPU convolves faster; the same numbers."""
+    model: torch.nn.Module = ff.models.cnn(shape, classes).to(memory_format=torch.channels_last)
+    return model
+
+
+class Bench:
+    """One dataset on one device, and the lines so far."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.dataset = ff.datasets.load(arguments.dataset, arguments.data_dir)
+        self.model, accuracies = SETTINGS[arguments.dataset]
+        self.target = accuracies[-1] if arguments.until is None else arguments.until
+        self.path: Path = arguments.out / "rapid.jsonl"
+        self.others: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []
+        for text in self.path.read_text().splitlines() if self.path.exists() else []:
+            line = json.loads(text)
+            mine = (line["dataset"], line["device"]) == (arguments.dataset, self.device)
+            (self.lines if mine else self.others).append(line)
+
+    @property
+    def device(self) -> str:
+        """The device as results name it."""
+        given: str = self.arguments.device
+        return torch.cuda.get_device_name(given) if "cuda" in given else given
+
+    def run(self, stage: str, name: str, rate: float | None, batch: int, seed: int, rounds: int) -> dict[str, Any]:
+        """A training to the target, or to the end of its rounds; made once."""
+        key = {"stage": stage, "entry": name, "learning_rate": rate, "batch": batch, "seed": seed}
+        for line in self.lines:
+            # A run that was given fewer rounds than are wanted now, and did not arrive, is made again.
+            if all(line[part] == value for part, value in key.items()):
+                if line["diverged"] or reached(line, self.target) or len(line["accuracy"]) >= rounds:
+                    return line
+                self.lines.remove(line)
+                break
+        choice = self.choice(name, rate, batch, rounds)
+        records: list[Any] = []
+        federation = ff.Federation.split_evenly(
+            self.dataset,
+            silos=SILOS,
+            model=channels_last if self.model == "cnn" else ff.models.BUILT_IN[self.model],
+            device=self.arguments.device,
+            optimizers={"adam-decay": DecayingAdam, "adahessian": AdaHessian},
+            on_round=lambda title, _, record: records.append(record) if title != "train" else None,
+        )
+        # The model before does not enter the one after, so one round of it is enough here.
+        federation.train(ff.Plan(rounds=1, batch_size=batch, optimizer=ff.optim.SGD(lr=0.001), seed=seed))
+        method = ff.Retrain(choice, rounds=rounds, target_accuracy=self.target)
+        diverged = False
+        with keeping_graphs() if choice.name == "adahessian" else nullcontext():
+            try:
+                federation.forget({FORGETS: ff.Share(RATE)}, method)
+            except ff.SiloError as error:
+                diverged = True
+                print(f"{name}: {error}", file=sys.stderr)
+        line = {
+            "dataset": self.arguments.dataset,
+            "model": self.model,
+            "optimizer": choice.name,
+            "settings": dict(choice.settings),
+            **key,
+            "device": self.device,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "diverged": diverged,
+            "accuracy": [record.accuracy for record in records],
+            "seconds": list(accumulate(record.seconds for record in records)),
+        }
+        self.lines.append(line)
+        self.write()
+        rounds_made = first(line, self.target) or f"> {len(records)}"
+        best = max(line["accuracy"], default=math.nan)
+        print(f"{time.strftime('%X')} {stage} {name} {rate} B={batch} seed {seed}: {rounds_made}, best {best:.4f}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        return line
+
+    def choice(self, name: str, rate: float | None, batch: int, rounds: int) -> ff.Choice:
+        """The optimizer of a run; the default is named alone, with no setting."""
+        if name == DEFAULT:
+            chosen = ff.RapidRetrain().optimizer
+            return chosen if isinstance(chosen, ff.Choice) else ff.Choice(chosen)
+        entry = ENTRIES[name]
+        settings: dict[str, Any] = {"lr": rate, **dict(entry.settings)}
+        if entry.optimizer == "adam-decay":
+            assert self.dataset.pool is not None
+            settings["steps"] = rounds * math.ceil(len(self.dataset.pool) / SILOS / batch)
+        return ff.Choice(entry.optimizer, settings)
+
+    def write(self) -> None:
+        """Write all lines, whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in self.others + self.lines))
+        partial.replace(self.path)
+
+    def best_rate(self, name: str, batch: int, rounds: int) -> float:
+        """The best rate of the grid, which grows while the best lies at its edge."""
+        rates = sorted(ENTRIES[name].rates)
+        if len(rates) == 1:
+            return rates[0]
+        for _ in range(WIDENINGS + 1):
+            scores = {rate: score(self.run("grid", name, rate, batch, 0, rounds), self.target) for rate in rates}
+            best = max(scores, key=lambda rate: scores[rate])
+            if best not in (rates[0], rates[-1]):
+                return best
+            rates = [below(best), *rates] if best == rates[0] else [*rates, above(best)]
+        print(f"{name}: the best rate, {best:g}, is still at the edge of its grid", file=sys.stderr)
+        return best
+
+
+def above(rate: float) -> float:
+    """The next of 1, 3, 10, 30, …"""
+    exponent = math.floor(math.log10(rate) + 1e-9)
+    return float(f"3e{exponent}") if rate < 2 * 10.0**exponent else float(f"1e{exponent + 1}")
+
+
+def below(rate: float) -> float:
+    """The one before of 1, 3, 10, 30, …"""
+    exponent = math.floor(math.log10(rate) + 1e-9)
+    return float(f"3e{exponent - 1}") if rate < 2 * 10.0**exponent else float(f"1e{exponent}")
+
+
+def first(line: dict[str, Any], wanted: float) -> int | None:
+    """The first round at or above the accuracy."""
+    return next((number for number, value in enumerate(line["accuracy"], 1) if value >= wanted), None)
+
+
+def reached(line: dict[str, Any], wanted: float) -> bool:
+    """Whether the run arrived."""
+    return first(line, wanted) is not None
+
+
+def score(line: dict[str, Any], wanted: float) -> tuple[float, float]:
+    """Fewer rounds to the target are better; where it is not reached, a higher accuracy."""
+    number = first(line, wanted)
+    return (-math.inf if number is None else -number, max(line["accuracy"], default=0.0))
+
+
+def main() -> None:
+    """Make the runs that are missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=sorted(SETTINGS), default="digits")
+    parser.add_argument("--data-dir", help="the folder of the datasets; default: $FEDFORGET_DATA")
+    parser.add_argument("--until", type=float, help="the accuracy that ends a run; default: the last of the table's")
+    parser.add_argument("--optimizers", nargs="+", choices=sorted(ENTRIES), default=list(ENTRIES))
+    parser.add_argument("--rates", type=float, nargs="+", help="instead of each optimizer's grid; not widened")
+    parser.add_argument("--batches", type=int, nargs="+", default=[2048, 256])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--most", type=int, default=200, help="rounds that the default may take")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--plot", type=Path, help="draw accuracy by round and by time into this file (matplotlib)")
+    arguments = parser.parse_args()
+    # Matrix units for products of float32 where a GPU has them, for every optimizer alike.
+    torch.set_float32_matmul_precision("high")
+
+    bench = Bench(arguments)
+    needed: dict[int, int] = {}
+    for batch in arguments.batches:
+        lines = [bench.run("final", DEFAULT, None, batch, seed, arguments.most) for seed in arguments.seeds]
+        needed[batch] = max(first(line, bench.target) or arguments.most for line in lines)
+    grid = arguments.batches[0]
+    rates: dict[str, float] = {}
+    for name in arguments.optimizers:
+        allowed = ENTRIES[name].allowance * needed[grid]
+        if arguments.rates:
+            made = [(bench.run("grid", name, rate, grid, 0, allowed), rate) for rate in arguments.rates]
+            rates[name] = max(made, key=lambda pair: score(pair[0], bench.target))[1]
+        else:
+            rates[name] = bench.best_rate(name, grid, allowed)
+    # Side by side: each seed's runs one after the other, so that whatever slows the machine slows all of them.
+    for batch, seed in itertools.product(arguments.batches, arguments.seeds):
+        for name in arguments.optimizers:
+            bench.run("final", name, rates[name], batch, seed, ENTRIES[name].allowance * needed[batch])
+    finals = [line for line in bench.lines if line["stage"] == "final"]
+    accuracies = sorted({value for value in SETTINGS[arguments.dataset][1] if value <= bench.target} | {bench.target})
+    table(finals, accuracies)
+    if arguments.plot:
+        plot(finals, arguments)
+
+
+def mean(values: list[float | None]) -> str:
+    """The mean, or that a run did not arrive."""
+    numbers = [value for value in values if value is not None]
+    return f"{sum(numbers) / len(numbers):.4g}" if len(numbers) == len(values) else "–"
+
+
+def table(lines: list[dict[str, Any]], accuracies: list[float]) -> None:
+    """Print a row for each optimizer and batch size: rounds and seconds to each accuracy, means over the seeds."""
+    heads = " ".join(f"{f'{100 * wanted:g} %':>16}" for wanted in accuracies)
+    print(f"{'':<16} {'rate':>7} {'B':>5} {'seeds':>5} {heads}   rounds / seconds")
+    groups = itertools.groupby(
+        sorted(lines, key=lambda line: (-line["batch"], line["entry"], line["learning_rate"] or 0)),
+        key=lambda line: (line["batch"], line["entry"], line["learning_rate"]),
+    )
+    for (batch, name, rate), group in groups:
+        runs = list(group)
+        cells = []
+        for wanted in accuracies:
+            rounds = [first(line, wanted) for line in runs]
+            seconds = [None if at is None else line["seconds"][at - 1] for at, line in zip(rounds, runs, strict=True)]
+            missed = max(
+                (len(line["accuracy"]) for line, at in zip(runs, rounds, strict=True) if at is None), default=0
+            )
+            cells.append(f"> {missed}" if missed else f"{mean(list(rounds))} / {mean(seconds)}")
+        shown = "default" if rate is None else f"{rate:g}"
+        print(f"{name:<16} {shown:>7} {batch:>5} {len(runs):>5} " + " ".join(f"{cell:>16}" for cell in cells))
+
+
+def plot(lines: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Accuracy by round and by seconds of training, the first seed's runs at the first batch size."""
+    # Imported here: the benchmark itself runs on torch and numpy alone.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    by_round, by_time = figure.subplots(1, 2, sharey=True)
+    for line in lines:
+        if line["seed"] == arguments.seeds[0] and line["batch"] == arguments.batches[0]:
+            accuracy = [100 * value for value in line["accuracy"]]
+            by_round.plot(range(1, len(accuracy) + 1), accuracy, label=line["entry"])
+            by_time.plot(line["seconds"], accuracy)
+    by_round.set(xlabel="round", ylabel="test accuracy (%)", xscale="log")
+    by_time.set(xlabel="seconds of training", xscale="log")
+    figure.legend(loc="outside upper left", ncols=4, frameon=False)
+    figure.savefig(arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

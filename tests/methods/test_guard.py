@@ -1,0 +1,148 @@
+"""The guard of rapid retraining: a step that is too large is lowered, and the result stays exact."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedforget as ff
+from fedforget.federation.coordinator import Watch
+from fedforget.methods.guard import far_off, not_training, train_guarded, with_smaller_step
+from fedforget.types import Plan, RoundRecord, TrainingResult
+from tests import small
+from tests.federation.parts import PLAN
+
+CHANCE = math.log(10)
+
+
+def records(*losses: float) -> tuple[RoundRecord, ...]:
+    return tuple(RoundRecord(number, ("a",), loss, 0.5, 2.0, 10) for number, loss in enumerate(losses, 1))
+
+
+@pytest.mark.parametrize(
+    ("losses", "reason"),
+    [
+        ((2.0, 1.0, 0.5), None),
+        ((900.0,), None),
+        ((900.0, 2.0), None),
+        ((3.0, 2.5, 2.4, 2.4), None),
+        ((2.29, 2.4, 2.4, 2.4, 2.4, 2.4), None),
+        ((2.0, 24.0), "the loss is 24, where guessing has 2.3"),
+        ((2.0, 1.0, math.inf), "the loss is inf"),
+        ((3.0, 2.5, 2.4, 2.4, 2.4), "no round had a loss below guessing's, 2.3"),
+    ],
+)
+def test_it_looks_for_losses_far_off_and_for_runs_that_never_beat_guessing(
+    losses: tuple[float, ...], reason: str | None
+) -> None:
+    found = not_training(10, records(*losses))
+    assert found is None if reason is None else reason in (found or "")
+    assert (far_off(10, records(*losses)) is None) == (reason is None or reason.startswith("no round"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (ff.Choice("sgd", {"lr": 0.8, "momentum": 0.9}), ff.Choice("sgd", {"lr": 0.2, "momentum": 0.9})),
+        (ff.Choice("muon"), ff.Choice("muon", {"lr": 0.025})),
+        (ff.Choice("muon", {"adam_lr": 0.4}), ff.Choice("muon", {"lr": 0.025, "adam_lr": 0.1})),
+        (ff.Choice("torch.optim:SGD", {"lr": 4}), ff.Choice("torch.optim:SGD", {"lr": 1.0})),
+    ],
+)
+def test_a_smaller_step_is_a_quarter_of_every_rate(before: ff.Choice, after: ff.Choice) -> None:
+    plan = with_smaller_step(replace(PLAN, optimizer=before))
+    assert plan == replace(PLAN, optimizer=after)
+
+
+def test_an_optimizer_whose_rate_is_unknown_cannot_be_lowered() -> None:
+    assert with_smaller_step(replace(PLAN, optimizer=ff.Choice("torch.optim:SGD"))) is None
+
+
+class Diverges:
+    """Trains only with a rate that is small enough."""
+
+    def __init__(self, largest: float) -> None:
+        self.largest = largest
+        self.rates: list[float] = []
+
+    def train(self, plan: Plan, watch: Watch | None = None) -> TrainingResult:
+        assert isinstance(plan.optimizer, ff.Choice)
+        self.rates.append(float(plan.optimizer.settings["lr"]))
+        if self.rates[-1] > self.largest:
+            raise ff.DivergedError("round 2: too far", records(3.0, math.nan))
+        return TrainingResult(plan, {}, None, records(1.0))
+
+
+SGD = replace(PLAN, optimizer=ff.Choice("sgd", {"lr": 8.0}))
+
+
+def test_a_run_that_diverges_starts_again_with_a_quarter_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Diverges(1.0)
+    with caplog.at_level(logging.WARNING):
+        result = train_guarded(trainer, SGD, "rapid")
+    assert trainer.rates == [8.0, 2.0, 0.5]
+    assert result.plan.optimizer == ff.Choice("sgd", {"lr": 0.5})
+    assert len(result.discarded) == 4
+    assert caplog.messages == [
+        "rapid: sgd(lr=8.0) did not train (round 2: too far); it starts again with sgd(lr=2.0)",
+        "rapid: sgd(lr=2.0) did not train (round 2: too far); it starts again with sgd(lr=0.5)",
+    ]
+
+
+def test_a_run_that_trains_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Diverges(9.0)
+    result = train_guarded(trainer, SGD, "rapid")
+    assert (trainer.rates, result.plan, result.discarded, caplog.messages) == ([8.0], SGD, (), [])
+
+
+def test_the_last_try_may_fail() -> None:
+    trainer = Diverges(0.0)
+    with pytest.raises(ff.DivergedError, match="too far"):
+        train_guarded(trainer, SGD, "rapid")
+    assert trainer.rates == [8.0, 2.0, 0.5, 0.125]
+
+
+def test_what_cannot_be_lowered_fails_as_it_is() -> None:
+    plan = replace(PLAN, optimizer=ff.Choice("torch.optim:SGD", {"momentum": 0.9}))
+
+    class Trainer:
+        def train(self, plan: Plan, watch: Any = None) -> TrainingResult:
+            raise ff.DivergedError("round 1: too far")
+
+    with pytest.raises(ff.DivergedError):
+        train_guarded(Trainer(), plan, "rapid")
+
+
+WILD = ff.RapidRetrain(ff.Choice("sgd", {"lr": 1e30}))
+"""Diverges in its first round, and would do so still with a quarter of it."""
+
+
+def test_a_release_whose_step_was_lowered_is_exact_and_tells_what_it_cost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = small.sources([20, 20])
+    federation = small.federation(data, tmp_path / "run")
+    federation.train(ff.Plan(rounds=3, batch_size=4, optimizer=ff.optim.SGD(0.1)))
+    method = ff.RapidRetrain(ff.Choice("sgd", {"lr": 400.0}))
+    release = federation.forget({"silo-1": [3, 4]}, method, baseline=True)
+    assert release.plan.optimizer != method.optimizer
+    assert "it starts again with" in caplog.text
+    assert release.record.metrics["discarded_rounds"] >= 1
+    assert release.record.metrics["discarded_seconds"] > 0
+    assert federation.verify()
+    never = small.federation(small.without(data, {"silo-1": [3, 4]}))
+    assert never.train(release.plan).record.digest == release.record.digest
+
+
+def test_a_method_that_never_trains_leaves_the_old_release_served(tmp_path: Path) -> None:
+    federation = small.federation(small.sources([20, 20]), tmp_path / "run")
+    federation.train(ff.Plan(rounds=2, batch_size=4))
+    with pytest.raises(ff.SiloError, match=r"diverged.*the deletion is kept, and release 1 served"):
+        federation.forget({"silo-1": [3, 4]}, WILD)
+    assert federation.release.version == 1
+    assert federation.forget(None, ff.RapidRetrain()).version == 2
