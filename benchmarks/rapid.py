@@ -3,10 +3,10 @@
     python benchmarks/rapid.py --dataset mnist --data-dir DATA --device cuda --out benchmarks/results
 
 K = 10 silos, an even split, all of them in each round, one local epoch; one silo deleted 2 % of all samples, and what
-is measured is the training after it, from a fresh model. First the project's default runs; that sets how many rounds the
-others get: plain SGD twelve times as many, everything else four times. Then a grid of learning rates on seed 0 at the
-first batch size, wider where the best lies at its edge; then the best of each on all seeds, one after the other, at
-every batch size. Each run is a line of OUT/rapid.jsonl; lines that are there already are not made again.
+is measured is the training after it, from a fresh model. First the default of `rapid` runs; that sets how many rounds
+the others get: plain SGD twelve times as many, everything else four times. Then a grid of learning rates on seed 0 at
+the first batch size, wider where the best lies at its edge; then the best of each on all seeds, one after the other,
+at every batch size. Each run is a line of OUT/rapid.jsonl; lines that are there already are not made again.
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedforget.optim import BUILT_IN, SGD, Adam, DiagonalFisher
-from fedforget.optim.diagonal_fisher import block_average
 from fedforget.types import Choice, Plan
 
-from .oracles import blocks, equation_15, loop_over_samples
+from .oracles import equation_15, loop_over_samples
 
 
 def build_model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -71,19 +70,6 @@ def test_steps_follow_equation_15(block_size, betas, eps):
         moved = (expected - start[name]).norm()
         assert moved > 0
         assert (parameter - expected).norm() <= 1e-7 * moved, name
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (4, 5), (0,)])
-@pytest.mark.parametrize("block_size", [1, 3, 4, 100])
-def test_block_average(shape, block_size):
-    values = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).square().reshape(shape)
-    expected = torch.tensor(blocks(values.flatten().tolist(), block_size), dtype=torch.float64).reshape(shape)
-    torch.testing.assert_close(block_average(values, block_size), expected)
-
-
-def test_block_average_in_another_memory_layout():
-    values = torch.randn(2, 3, 4, 4)
-    torch.testing.assert_close(block_average(values.to(memory_format=torch.channels_last), 3), block_average(values, 3))
 
 
 def test_it_learns_in_float32():
@@ -245,6 +231,11 @@ def test_a_model_without_trainable_parameters():
         ({"block_size": 0}, "block_size is 0: it must be a whole number of at least 1"),
         ({"block_size": 2.5}, r"block_size is 2\.5"),
         ({"block_size": True}, "block_size is True"),
+        ({"fisher_every": 0}, "fisher_every is 0: it must be a whole number of at least 1"),
+        ({"fisher_every": 1.5}, r"fisher_every is 1\.5"),
+        ({"fisher_share": 0.0}, r"fisher_share is 0\.0: it must be greater than 0 and at most 1"),
+        ({"fisher_share": 1.5}, r"fisher_share is 1\.5"),
+        ({"fisher_share": float("nan")}, "fisher_share is nan"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -265,9 +256,13 @@ def test_built_in_optimizers():
     adam = BUILT_IN["adam"](model, lr=0.2, beta1=0.8, beta2=0.9, eps=1e-3)
     assert isinstance(adam, torch.optim.Adam)
     assert (adam.defaults["lr"], adam.defaults["betas"], adam.defaults["eps"]) == (0.2, (0.8, 0.9), 1e-3)
-    fisher = BUILT_IN["diagonal-fisher"](model, lr=0.2, beta1=0.8, beta2=0.9, eps=1e-3, block_size=2)
+    fisher = BUILT_IN["diagonal-fisher"](
+        model, lr=0.2, beta1=0.8, beta2=0.9, eps=1e-3, block_size=2, fisher_every=4, fisher_share=0.5
+    )
     assert isinstance(fisher, DiagonalFisher)
-    assert fisher.defaults == {"lr": 0.2, "betas": (0.8, 0.9), "eps": 1e-3, "block_size": 2}
+    assert fisher.defaults == {
+        "lr": 0.2, "betas": (0.8, 0.9), "eps": 1e-3, "block_size": 2, "fisher_every": 4, "fisher_share": 0.5,
+    }  # fmt: skip
     for optimizer in (sgd, adam, fisher):
         assert [len(group["params"]) for group in optimizer.param_groups] == [1]
 
@@ -295,6 +290,8 @@ def test_shorthands_for_plans():
         ("adam", {"beta2": -0.5}, r"beta2 is -0\.5"),
         ("adam", {"eps": -1.0}, r"eps is -1\.0: it must be 0 or more"),
         ("diagonal-fisher", {"beta2": 1.0}, r"beta2 is 1\.0"),
+        ("diagonal-fisher", {"fisher_every": 0}, "fisher_every is 0"),
+        ("diagonal-fisher", {"fisher_share": 2.0}, r"fisher_share is 2\.0"),
     ],
 )
 def test_bad_settings_by_name(name, settings, message):

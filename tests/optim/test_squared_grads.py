@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-import fedforget.optim.squared_grads as module_under_test
+from fedforget.optim import chunks, uses
 from fedforget.optim.squared_grads import SquaredGrads
 
 from .oracles import Loss, loop_over_samples
@@ -110,15 +110,15 @@ def test_convolution_with_one_side_padded_more(mode):
 
 def test_convolution_in_several_chunks(monkeypatch):
     layer, inputs = nn.Conv2d(2, 4, 3, padding=1, groups=2), torch.randn(5, 2, 6, 5)
-    monkeypatch.setattr(module_under_test, "CHUNK_ELEMENTS", 1500)
+    monkeypatch.setattr(chunks, "ELEMENTS", 1500)
     check(layer, inputs)
-    monkeypatch.setattr(module_under_test, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(chunks, "ELEMENTS", 1)
     check(layer, inputs)
 
 
 def test_chunks_hold_a_bounded_number_of_samples():
-    assert [chunk.stop - chunk.start for chunk in module_under_test._chunks(10, 2**22)] == [4, 4, 2]
-    assert [chunk.stop - chunk.start for chunk in module_under_test._chunks(2, 2**30)] == [1, 1]
+    assert [chunk.stop - chunk.start for chunk in chunks.chunks(10, 2**22, 2**24)] == [4, 4, 2]
+    assert [chunk.stop - chunk.start for chunk in chunks.chunks(2, 2**30, 2**24)] == [1, 1]
 
 
 @pytest.mark.parametrize("padding_idx", [None, 2])
@@ -262,13 +262,13 @@ def refuse_the_loop(monkeypatch):
     def unexpected(*_):
         raise AssertionError("vmap was expected to do")
 
-    monkeypatch.setattr(module_under_test, "looped_shares", unexpected)
+    monkeypatch.setattr(uses, "looped_shares", unexpected)
 
 
 @pytest.mark.parametrize("chunk", [2**24, 1])
 def test_a_module_with_a_parameter_of_its_own(monkeypatch, chunk):
     refuse_the_loop(monkeypatch)
-    monkeypatch.setattr(module_under_test, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(chunks, "ELEMENTS", chunk)
     check(nn.Sequential(nn.Linear(5, 4), Scaled(4), nn.Linear(4, 3)), torch.randn(N, 5))
 
 

@@ -47,14 +47,24 @@ def build_adam(
 def build_diagonal_fisher(
     model: nn.Module,
     *,
-    lr: float = 0.001,
+    lr: float = 0.003,
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
     block_size: int = 3,
+    fisher_every: int = 1,
+    fisher_share: float = 1.0,
 ) -> torch.optim.Optimizer:
     """The paper's rule."""
-    return DiagonalFisher(model, lr=lr, betas=(beta1, beta2), eps=eps, block_size=block_size)
+    return DiagonalFisher(
+        model,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        block_size=block_size,
+        fisher_every=fisher_every,
+        fisher_share=fisher_share,
+    )
 
 
 BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {

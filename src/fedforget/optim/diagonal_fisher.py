@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
 
+from fedforget.optim.fisher_update import Member, diagonal_fisher
 from fedforget.optim.squared_grads import SquaredGrads
 
 
@@ -35,27 +36,41 @@ class DiagonalFisher(torch.optim.Optimizer):
 
     Args:
         model: the model to train; the parameters that are trainable now are stepped.
-        lr: η.
+        lr: η; the paper trains at 0.001.
         betas: (β₁, β₂).
         eps: ε, the damping; parameters whose gradients vanish have a Γ of 0.
         block_size: how many neighbouring parameters share one Γ; 1: each has its own.
+        fisher_every: Γ_i enters v at the first step and each so many steps after; the steps between divide by the
+            last v and cost what a plain step costs. The sums of v then run over these steps alone.
+        fisher_share: the part of each batch, from its front, that Γ is the mean over: at least one sample. Right for
+            batches in random order.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.001,
+        lr: float = 0.003,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         block_size: int = 3,
+        fisher_every: int = 1,
+        fisher_share: float = 1.0,
     ) -> None:
-        check_settings(lr=lr, betas=betas, eps=eps, block_size=block_size)
+        settings: dict[str, Any] = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "block_size": block_size,
+            "fisher_every": fisher_every,
+            "fisher_share": fisher_share,
+        }
+        check_settings(**settings)
         self._squared_grads = SquaredGrads(model)
         parameters = list(self._squared_grads.names)
         if not parameters:
             raise ValueError("the model has no trainable parameter: set requires_grad before building the optimizer")
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "block_size": block_size}
-        super().__init__(parameters, defaults)
+        super().__init__(parameters, settings)
+        self._plan_next()
 
     def __getstate__(self) -> NoReturn:
         # A copy would come without its model's hooks and fail at its first step, far from here.
@@ -74,6 +89,11 @@ class DiagonalFisher(torch.optim.Optimizer):
                     "build a new one for others"
                 )
         super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where another optimizer stood."""
+        super().load_state_dict(state_dict)
+        self._plan_next()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients and forget the Γ gathered with them."""
@@ -99,36 +119,55 @@ class DiagonalFisher(torch.optim.Optimizer):
         with torch.no_grad():
             fishers = self._squared_grads.take()
             for group in self.param_groups:
-                parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-                for parameter in parameters:
-                    self._prepare(parameter)
-                states = [self.state[parameter] for parameter in parameters]
                 beta1, beta2 = group["betas"]
                 diagonal_fisher(
-                    parameters,
-                    [parameter.grad for parameter in parameters],
-                    [fishers[parameter] for parameter in parameters],
-                    [state["mean_gradient"] for state in states],
-                    [state["mean_squared_fisher"] for state in states],
-                    [state["step"] for state in states],
+                    [self._member(parameter, fishers) for parameter in group["params"] if parameter.grad is not None],
                     lr=group["lr"],
                     beta1=beta1,
                     beta2=beta2,
                     eps=group["eps"],
                     block_size=group["block_size"],
                 )
+            self._plan_next()
         return loss
 
-    def _prepare(self, parameter: Tensor) -> None:
+    def _member(self, parameter: Tensor, fishers: dict[nn.Parameter, Tensor]) -> Member:
+        """What this step needs of a parameter; its counts go up."""
         state = self.state[parameter]
         if not state:
             # On the processor, as torch's own optimizers keep it: reading it never waits for a device.
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["refreshes"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["mean_gradient"] = torch.zeros_like(parameter)
             state["mean_squared_fisher"] = torch.zeros_like(parameter)
+        fisher = fishers.get(cast(nn.Parameter, parameter))
+        state["step"] += 1
+        state["refreshes"] += fisher is not None
+        assert parameter.grad is not None
+        return Member(
+            parameter,
+            parameter.grad,
+            fisher,
+            state["mean_gradient"],
+            state["mean_squared_fisher"],
+            int(state["step"]),
+            int(state["refreshes"]),
+        )
+
+    def _plan_next(self) -> None:
+        """Say which Γ the next pass is to gather; a parameter that has none yet always needs its own."""
+        (group,) = self.param_groups
+        self._squared_grads.share = group["fisher_share"]
+        self._squared_grads.needed = {
+            parameter
+            for parameter in group["params"]
+            if not (state := self.state.get(parameter)) or int(state["step"]) % group["fisher_every"] == 0
+        }
 
 
-def check_settings(*, lr: float, betas: Sequence[float], eps: float, block_size: int) -> None:
+def check_settings(
+    *, lr: float, betas: Sequence[float], eps: float, block_size: int, fisher_every: int, fisher_share: float
+) -> None:
     """Refuse settings with which the rule makes no sense."""
     if not 0 < lr < math.inf:
         raise ValueError(f"lr is {lr!r}: it must be greater than 0")
@@ -139,46 +178,8 @@ def check_settings(*, lr: float, betas: Sequence[float], eps: float, block_size:
         raise ValueError(f"betas is {betas!r}: it must be a pair")
     if not 0 < eps < math.inf:
         raise ValueError(f"eps is {eps!r}: it must be greater than 0, since Γ is 0 where no gradient flows")
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"block_size is {block_size!r}: it must be a whole number of at least 1")
-
-
-def diagonal_fisher(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    fishers: Sequence[Tensor],
-    mean_gradients: Sequence[Tensor],
-    mean_squared_fishers: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    block_size: int,
-) -> None:
-    """One step of Eq. 15, in place on the parameters, the two running means and the numbers of steps."""
-    for parameter, gradient, fisher, mean_gradient, mean_squared_fisher, step in zip(
-        parameters, gradients, fishers, mean_gradients, mean_squared_fishers, steps, strict=True
-    ):
-        step.add_(1)
-        t = float(step)
-        gamma = block_average(fisher, block_size)
-        mean_gradient.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        mean_squared_fisher.mul_(beta2).addcmul_(gamma, gamma, value=1 - beta2)
-        m = mean_gradient / (1 - beta1**t)
-        v = (mean_squared_fisher / (1 - beta2**t)).sqrt_()
-        parameter.addcdiv_(m, v.add_(eps), value=-lr)
-
-
-def block_average(values: Tensor, block_size: int) -> Tensor:
-    """Each value replaced by the mean of its group of neighbours in the flattened tensor."""
-    if block_size == 1 or values.numel() == 0:
-        return values
-    flat = values.reshape(-1)
-    whole = len(flat) - len(flat) % block_size
-    means = flat[:whole].view(-1, block_size).mean(1, keepdim=True).expand(-1, block_size).reshape(-1)
-    if whole < len(flat):
-        rest = flat[whole:]
-        means = torch.cat([means, rest.mean().expand_as(rest)])
-    return means.view_as(values)
+    for name, value in (("block_size", block_size), ("fisher_every", fisher_every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+    if not 0 < fisher_share <= 1:
+        raise ValueError(f"fisher_share is {fisher_share!r}: it must be greater than 0 and at most 1")

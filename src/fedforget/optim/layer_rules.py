@@ -14,8 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedforget.optim.convolutions import convolution_elements, convolution_gradients, convolution_shares
+
 Shares = Callable[[nn.Module, str, Tensor, Tensor], Tensor]
 """(layer, parameter name, input, output gradient) to one share a sample, stacked along dimension 0."""
+
+Gradients = Callable[[nn.Module, list[str], Tensor, Tensor, int], tuple[dict[str, Tensor], dict[str, Tensor]]]
+"""(layer, parameter names, input, output gradient, samples) to gradients, and Σ share² over the first samples."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,12 @@ class Rule:
     shares: Shares
     dimensions: Callable[[Any], int]
     """The fewest dimensions an input has once it carries a batch."""
+    elements: Callable[[Any, Tensor, Tensor], int] | None = None
+    """Numbers that a sample needs for itself, for the size of the chunks; None: as many as the parameter has."""
     squares: Callable[[nn.Module, str, Tensor, Tensor], Tensor | None] | None = None
     """Σ over samples of share² without forming the shares; None where this input has no such shortcut."""
-    workspace: Callable[[Any, Tensor, Tensor], int] | None = None
-    """Numbers a sample needs beyond its share, for the size of the chunks."""
+    gradients: Gradients | None = None
+    """The parameters' gradients from the same products as Σ share²; None: they are left to autograd."""
 
 
 def _linear_shares(_: nn.Module, name: str, inputs: Tensor, gradient: Tensor) -> Tensor:
@@ -46,44 +53,9 @@ def _linear_squares(_: nn.Module, name: str, inputs: Tensor, gradient: Tensor) -
     return squared.sum(0) if name == "bias" else squared.T @ inputs.square()
 
 
-def _convolution_windows(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
-    """(N, channels, *kernel, *positions): what each weight meets at each position, as a strided view of the input."""
-    if layer.padding == "same":
-        totals = [dilation * (size - 1) for size, dilation in zip(layer.kernel_size, layer.dilation, strict=True)]
-        pads = [(total // 2, total - total // 2) for total in totals]
-    elif layer.padding == "valid":
-        pads = [(0, 0)] * len(layer.kernel_size)
-    else:
-        pads = [(int(pad), int(pad)) for pad in layer.padding]
-    if any(pad != (0, 0) for pad in pads):
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        # functional.pad counts from the last dimension backwards.
-        inputs = functional.pad(inputs, [side for pad in reversed(pads) for side in pad], mode=mode)
-    for axis, (size, stride, dilation) in enumerate(
-        zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), start=2
-    ):
-        inputs = inputs.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    spatial = len(layer.kernel_size)
-    return inputs.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
-
-
-def _convolution_shares(layer: nn.Module, name: str, inputs: Tensor, gradient: Tensor) -> Tensor:
-    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    samples = len(gradient)
-    if name == "bias":
-        return gradient.flatten(2).sum(2)
-    windows = _convolution_windows(layer, inputs)
-    positions = gradient[0, 0].numel()
-    # One batched product for all samples and groups; functional.unfold would launch a kernel a sample on a GPU.
-    products = torch.bmm(
-        gradient.reshape(samples * layer.groups, -1, positions),
-        windows.reshape(samples * layer.groups, -1, positions).transpose(1, 2),
-    )
-    return products.reshape(samples, *layer.weight.shape)
-
-
-def _convolution_workspace(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, _: Tensor, gradient: Tensor) -> int:
-    return layer.groups * layer.weight[0].numel() * gradient[0, 0].numel()
+def _linear_elements(layer: nn.Linear, inputs: Tensor, _: Tensor) -> int:
+    # One product squares and sums the whole batch; positions need the shares themselves.
+    return layer.weight.numel() if inputs.dim() > 2 else 1
 
 
 def _embedding_parts(layer: nn.Embedding, tokens: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +83,7 @@ def _embedding_squares(layer: nn.Module, _: str, tokens: Tensor, gradient: Tenso
     return squares.index_add_(0, tokens.flatten(), products.flatten(0, 1))
 
 
-def _embedding_workspace(_: nn.Embedding, tokens: Tensor, gradient: Tensor) -> int:
+def _embedding_elements(_: nn.Embedding, tokens: Tensor, gradient: Tensor) -> int:
     return tokens[0].numel() ** 2 + 2 * gradient[0].numel()
 
 
@@ -129,18 +101,27 @@ def _group_norm_shares(layer: nn.Module, name: str, inputs: Tensor, gradient: Te
     return gradient.reshape(*gradient.shape[:2], -1).sum(2)
 
 
+def _norm_elements(_: nn.Module, inputs: Tensor, __: Tensor) -> int:
+    return 3 * inputs[0].numel()
+
+
 _CONVOLUTION = Rule(
-    _convolution_shares, dimensions=lambda layer: len(layer.kernel_size) + 2, workspace=_convolution_workspace
+    convolution_shares,
+    dimensions=lambda layer: len(layer.kernel_size) + 2,
+    elements=convolution_elements,
+    gradients=convolution_gradients,
 )
 
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule(_linear_shares, dimensions=lambda _: 2, squares=_linear_squares),
+    nn.Linear: Rule(_linear_shares, dimensions=lambda _: 2, elements=_linear_elements, squares=_linear_squares),
     nn.Conv1d: _CONVOLUTION,
     nn.Conv2d: _CONVOLUTION,
     nn.Conv3d: _CONVOLUTION,
     nn.Embedding: Rule(
-        _embedding_shares, dimensions=lambda _: 1, squares=_embedding_squares, workspace=_embedding_workspace
+        _embedding_shares, dimensions=lambda _: 1, elements=_embedding_elements, squares=_embedding_squares
     ),
-    nn.LayerNorm: Rule(_layer_norm_shares, dimensions=lambda layer: len(layer.normalized_shape) + 1),
-    nn.GroupNorm: Rule(_group_norm_shares, dimensions=lambda _: 2),
+    nn.LayerNorm: Rule(
+        _layer_norm_shares, dimensions=lambda layer: len(layer.normalized_shape) + 1, elements=_norm_elements
+    ),
+    nn.GroupNorm: Rule(_group_norm_shares, dimensions=lambda _: 2, elements=_norm_elements),
 }

@@ -201,19 +201,18 @@ def replayed_shares(
             results = list(tensors_in(torch.func.functional_call(module, weights, args, kwargs)))
             return tuple(results[index] for index in wanted)
 
-        pull_back = torch.func.vjp(outputs, values)[1]
+        pulled = torch.func.vjp(outputs, values)
+        results, pull_back = pulled[0], pulled[1]
         owed = [
-            gradient.unsqueeze(output_dimension(module, index)) for index, gradient in zip(wanted, owed, strict=True)
+            gradient.unsqueeze(output_dimension(module, index)).to(result.dtype)
+            for index, gradient, result in zip(wanted, owed, results, strict=True)
         ]
         shares: dict[str, Tensor] = pull_back(tuple(owed))[0]
         return shares
 
     owed_dimensions = [output_dimension(module, index) for index in wanted]
     owed = [_cut(gradients[index], output_dimension(module, index), samples) for index in wanted]
-    inputs = [
-        _cut(tensor, dimension, samples)
-        for tensor, dimension in zip(tensors_in((call.args, call.kwargs)), call.dimensions, strict=True)
-    ]
+    inputs = _inputs(call, parameters, samples)
     with warnings.catch_warnings():
         # Operations without a batching rule are still exact under vmap, only slower.
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
@@ -234,8 +233,7 @@ def looped_shares(
     collected: dict[str, list[Tensor]] = {name: [] for name in parameters}
     for sample in range(samples.start, samples.stop):
         one = slice(sample, sample + 1)
-        tensors = zip(tensors_in((call.args, call.kwargs)), call.dimensions, strict=True)
-        args, kwargs = call.filled([_cut(tensor, dimension, one) for tensor, dimension in tensors])
+        args, kwargs = call.filled(_inputs(call, parameters, one))
         # The replay must not move the module's own buffers.
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         with torch.enable_grad():
@@ -243,12 +241,20 @@ def looped_shares(
         shares = torch.autograd.grad(
             [results[index] for index in wanted],
             list(parameters.values()),
-            [_cut(gradients[index], output_dimension(module, index), one) for index in wanted],
+            [_cut(gradients[index], output_dimension(module, index), one).to(results[index].dtype) for index in wanted],
             materialize_grads=True,
         )
         for name, share in zip(parameters, shares, strict=True):
             collected[name].append(share)
     return {name: torch.stack(shares) for name, shares in collected.items()}
+
+
+def _inputs(call: Arguments, parameters: dict[str, nn.Parameter], samples: slice) -> list[Tensor]:
+    """What the module was given of these samples; what autocast had shortened, in the parameters' type again."""
+    dtype = next(iter(parameters.values())).dtype
+    tensors = zip(tensors_in((call.args, call.kwargs)), call.dimensions, strict=True)
+    cut = (_cut(tensor, dimension, samples) for tensor, dimension in tensors)
+    return [tensor.to(dtype) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor for tensor in cut]
 
 
 def _cut(tensor: Tensor, dimension: int | None, samples: slice) -> Tensor:

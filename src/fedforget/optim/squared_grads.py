@@ -5,21 +5,24 @@ backward pass of the batch-mean loss (1/N) Σ_i l_i. A layer's input is kept whe
 output when the backward pass comes by, and both are dropped as soon as the parameter's own gradient has arrived: by
 then every use of the parameter in that pass has been seen, so a parameter used twice has its per-sample gradients
 summed before they are squared. Only modules without a closed form keep what they were given until `take`.
+
+A layer whose rule gives its parameters' gradients as well, a convolution, has them lent while it is called: it runs as
+if they needed none, and what it returns is passed on through a function whose backward pass finds both (`uses.attach`).
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedforget.optim import chunks
 from fedforget.optim.replay import (
     Arguments,
     Opening,
@@ -27,67 +30,18 @@ from fedforget.optim.replay import (
     batch_dimension,
     batch_message,
     check_plain,
-    looped_shares,
     map_tensors,
     nodes,
     opening,
     output_dimension,
-    replayed_shares,
     tensors_in,
     versions,
 )
 from fedforget.optim.units import Unit, called, refuse_embeddings, units
-
-CHUNK_ELEMENTS = 2**24
-"""Per-sample numbers held at once: 64 MiB in float32."""
+from fedforget.optim.uses import Use, attach, summed_squares
 
 REPLAYING = ContextVar("REPLAYING", default=False)
 """A module is being run again: no hook may take that for a call, nor may those of another optimizer on the model."""
-
-
-@dataclass(eq=False)
-class Use:
-    """One call of one unit: what it was given and, once the backward pass has come by, what its output was owed."""
-
-    unit: Unit
-    size: int
-    call: Arguments | None
-    waiting: set[nn.Parameter]
-    """The parameters that still need this use; when none is left, its tensors go."""
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    task: int = -1
-    """The backward pass that the gradients belong to."""
-    counted: bool = False
-    """That pass has reached a parameter."""
-
-    def settle(self, parameter: nn.Parameter) -> None:
-        """This parameter has its Γ."""
-        self.waiting.discard(parameter)
-        if not self.waiting:
-            self.call, self.gradients = None, {}
-
-    def pair(self, samples: slice) -> tuple[Tensor, Tensor]:
-        """Input and output gradient of a layer with a rule, in the parameters' own type."""
-        assert self.call is not None
-        dtype = next(iter(self.unit.parameters.values())).dtype
-        inputs = next(tensors_in((self.call.args, self.call.kwargs)))[samples]
-        return inputs.to(dtype) if inputs.is_floating_point() else inputs, self.gradients[0][samples].to(dtype)
-
-    def shares(self, names: list[str], samples: slice) -> dict[str, Tensor]:
-        """Per-sample gradients, N times too small, of these parameters."""
-        assert self.call is not None
-        unit = self.unit
-        if unit.rule is not None:
-            return {name: unit.rule.shares(unit.module, name, *self.pair(samples)) for name in names}
-        self.call.check_unchanged(f"what comes after {unit.name}")
-        parameters = {name: unit.parameters[name] for name in names}
-        if not unit.loops:
-            try:
-                return replayed_shares(unit.module, parameters, self.call, self.gradients, samples)
-            except RuntimeError:
-                # An operation that vmap cannot run; what is wrong for another reason fails again in the loop.
-                unit.loops = True
-        return looped_shares(unit.module, parameters, self.call, self.gradients, samples)
 
 
 class _Hook:
@@ -97,6 +51,9 @@ class _Hook:
         self.method = None if method is None else weakref.WeakMethod(method)
         self.arguments = arguments
 
+    # torch.compile shall run hooks as they are and compile what lies between; torch's own decorator, unlike the public
+    # one, does not load the compiler for programs that never compile.
+    @_disable_dynamo
     def __call__(self, *arguments: Any) -> Any:
         method = None if self.method is None else self.method()
         return None if method is None else method(*self.arguments, *arguments)
@@ -115,6 +72,11 @@ class SquaredGrads:
         self._replayed = {
             parameter for unit in self._units if unit.rule is None for parameter in unit.parameters.values()
         }
+        self.needed = set(self.names)
+        """The parameters whose Γ the passes from now on are to gather; the others cost what they cost anyway."""
+        self.share = 1.0
+        """The part of each batch, from its front, that Γ is taken from."""
+        self._lent: dict[str, nn.Parameter] = {}
         self._sizes: list[int | None] = []  # Batch sizes of the calls of the model that are under way.
         self._open: list[Opening] = []  # Replayed units whose forward is under way.
         self._unchecked = True
@@ -132,9 +94,14 @@ class SquaredGrads:
                 handles.append(module.register_forward_pre_hook(_Hook(self._refuse_coupling, name)))
         for unit in self._units:
             if unit.rule is None:
-                handles.append(unit.module.register_forward_pre_hook(_Hook(self._unit_called), with_kwargs=True))
+                handles.append(unit.module.register_forward_pre_hook(_Hook(self._unit_called, unit), with_kwargs=True))
+            elif unit.rule.gradients is not None:
+                handles.append(unit.module.register_forward_pre_hook(_Hook(self._lend, unit), prepend=True))
+            # Before the hooks of others, which may put another output in the place of the layer's own.
             handles.append(
-                unit.module.register_forward_hook(_Hook(self._record, unit), with_kwargs=True, always_call=True)
+                unit.module.register_forward_hook(
+                    _Hook(self._record, unit), prepend=True, with_kwargs=True, always_call=True
+                )
             )
         handles.append(model.register_forward_hook(_Hook(self._model_returned), always_call=True))
         for parameter in self.names:
@@ -147,6 +114,7 @@ class SquaredGrads:
 
     def clear(self) -> None:
         """Forget what was gathered."""
+        self._take_back()
         self._pending, self._uses, self._gathered, self._visited = {}, {}, {}, set()
         self._repeated = False
 
@@ -160,9 +128,11 @@ class SquaredGrads:
                     "unknown: call the optimizer's zero_grad() before each backward pass and step() after it"
                 )
             if self._uses:
-                self._replay()
+                # Called inside autocast, a replay would compute Γ itself in half precision.
+                with torch.autocast(next(iter(self._uses)).device.type, enabled=False):
+                    self._replay()
             for parameter, name in self.names.items():
-                if parameter.grad is not None and parameter not in self._gathered:
+                if parameter in self.needed and parameter.grad is not None and parameter not in self._gathered:
                     raise RuntimeError(
                         f"parameter {name!r} has a gradient but its per-sample gradients were not seen: use it in the "
                         "forward of the module that owns it, call the model itself, and build the optimizer first"
@@ -184,7 +154,7 @@ class SquaredGrads:
             return
         self._sizes.pop()
         paths, self._paths = self._paths, {}
-        if self._unchecked and paths and output is not None:
+        if self._unchecked and paths and output is not None and len(self.needed) == len(self.names):
             self._refuse_hidden_uses(output, paths)
             self._unchecked = False
 
@@ -195,20 +165,43 @@ class SquaredGrads:
                 "use nn.GroupNorm, or call .eval() on it"
             )
 
-    def _unit_called(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not REPLAYING.get():
+    def _unit_called(self, unit: Unit, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not REPLAYING.get() and self._needs(unit):
             self._open.append(opening((args, kwargs)))
+
+    def _needs(self, unit: Unit) -> bool:
+        return not self.needed.isdisjoint(unit.parameters.values())
+
+    def _lend(self, unit: Unit, module: nn.Module, _: tuple[Any, ...]) -> None:
+        """Let the layer run without asking for the gradients that the products for Γ will give as well."""
+        self._take_back()  # What an interrupted call has left.
+        if REPLAYING.get() or self._open or not torch.is_grad_enabled() or not self._needs(unit):
+            return
+        own = {name: parameter for name, parameter in unit.parameters.items() if parameter.requires_grad}
+        # torch.func.functional_call may have put others in their places.
+        as_built = all(getattr(module, name) is parameter for name, parameter in own.items())
+        if "weight" in own and as_built:
+            self._lent = own
+            for parameter in own.values():
+                parameter.requires_grad_(False)
+
+    def _take_back(self) -> dict[str, nn.Parameter]:
+        lent, self._lent = self._lent, {}
+        for parameter in lent.values():
+            parameter.requires_grad_(True)
+        return lent
 
     def _record(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Keep what the unit was given, and ask for the gradient of what it gave."""
-        if REPLAYING.get():
+        lent = self._take_back()
+        if REPLAYING.get() or not self._needs(unit):
             return None
         opened = self._open.pop() if unit.rule is None and self._open else None
         # Whatever happens inside a module that is replayed belongs to that module.
         if self._open or not torch.is_grad_enabled():
             return None
         check_plain(output, f"the output of {unit.name}")
-        if not any(tensor.requires_grad for tensor in tensors_in(output)):
+        if not any(tensor.requires_grad or lent for tensor in tensors_in(output)):
             return None
         size = self._sizes[-1] if self._sizes else None
         if size is None:
@@ -224,7 +217,10 @@ class SquaredGrads:
             if len(list(tensors_in(output))) > 1:
                 # One output may be computed from another; the hook must see what is owed to each alone.
                 output = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, output)
-        use = Use(unit, size, call, set(unit.parameters.values()))
+        samples = max(1, round(self.share * size))
+        use = Use(unit, size, samples, call, self.needed.intersection(unit.parameters.values()))
+        if lent:
+            output = attach(use, call.args[0], output, lent)
         for index, tensor in enumerate(tensors_in(output)):
             if tensor.requires_grad:
                 _check_output(unit, tensor, output_dimension(module, index), size)
@@ -286,25 +282,11 @@ class SquaredGrads:
             if parameter in self._replayed:
                 self._uses[parameter] = uses
                 return
-            self._gathered[parameter] = self._squared(parameter, uses)
+            # Called inside autocast, the backward pass would compute Γ itself in half precision.
+            with torch.autocast(parameter.device.type, enabled=False):
+                self._gathered[parameter] = summed_squares(parameter, uses).mul_(_scale(uses[0]))
         for use in uses:
             use.settle(parameter)
-
-    def _squared(self, parameter: nn.Parameter, uses: list[Use]) -> Tensor:
-        """N · Σ_i (Σ over uses of share_i)² in chunks of samples, for layers that have a rule."""
-        names = [next(name for name, own in use.unit.parameters.items() if own is parameter) for use in uses]
-        size = uses[0].size
-        total = torch.zeros_like(parameter)
-        for samples in _chunks(size, _elements(parameter, uses)):
-            rule = uses[0].unit.rule
-            squares = None
-            if rule is not None and rule.squares is not None and len(uses) == 1:
-                squares = rule.squares(uses[0].unit.module, names[0], *uses[0].pair(samples))
-            if squares is None:
-                shares = [use.shares([name], samples)[name] for use, name in zip(uses, names, strict=True)]
-                squares = functools.reduce(torch.add, shares).square().sum(0)
-            total += squares
-        return total * size
 
     def _replay(self) -> None:
         """The same for the parameters of replayed modules, all together so that each module runs once a chunk."""
@@ -316,7 +298,9 @@ class SquaredGrads:
         try:
             for size in sizes:
                 alike = [use for use in uses if use.size == size]
-                for samples in _chunks(size, sum(parameter.numel() for parameter in parameters)):
+                elements = sum(parameter.numel() for parameter in parameters)
+                # Running a module again costs most for each time it is done.
+                for samples in chunks.chunks(alike[0].samples, elements, chunks.ELEMENTS):
                     sums: dict[nn.Parameter, Tensor] = {}
                     for use in alike:
                         names = [name for name, own in use.unit.parameters.items() if use in self._uses.get(own, [])]
@@ -324,7 +308,7 @@ class SquaredGrads:
                             parameter = use.unit.parameters[name]
                             sums[parameter] = sums[parameter] + share if parameter in sums else share
                     for parameter, shares in sums.items():
-                        self._gathered[parameter].add_(shares.square().sum(0), alpha=size)
+                        self._gathered[parameter].add_(shares.square().sum(0), alpha=_scale(alike[0]))
         finally:
             REPLAYING.reset(token)
         for use in uses:
@@ -347,19 +331,9 @@ def _check_output(unit: Unit, tensor: Tensor, dimension: int, size: int) -> None
         )
 
 
-def _elements(parameter: nn.Parameter, uses: list[Use]) -> int:
-    """How many numbers one sample needs at once."""
-    needed = parameter.numel()
-    for use in uses:
-        if use.unit.rule is not None and use.unit.rule.workspace is not None:
-            needed += use.unit.rule.workspace(use.unit.module, *use.pair(slice(0, 1)))
-    return needed
-
-
-def _chunks(size: int, elements: int) -> Iterator[slice]:
-    step = max(1, CHUNK_ELEMENTS // max(1, elements))
-    for start in range(0, size, step):
-        yield slice(start, min(start + step, size))
+def _scale(use: Use) -> float:
+    """From Σ share² to the mean of the squared gradients of the samples' own losses."""
+    return use.size * use.size / use.samples
 
 
 def _remove(handles: list[Any]) -> None:

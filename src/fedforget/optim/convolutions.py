@@ -1,0 +1,141 @@
+"""Per-sample gradients of convolutions, and the weight's own gradient from the same products.
+
+Rows of an output's gradient are shares, as everywhere in this package: (1/N)·∂l_i/∂output of a batch-mean loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedforget.optim.chunks import chunks, limit
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+SMALL = 2**20
+"""Multiplications a sample below which a call of the processor's convolution costs more than what it computes."""
+
+SHARE = 2**20
+"""Numbers of a share that the processor computes at once."""
+
+
+def convolution_shares(layer: nn.Module, name: str, inputs: Tensor, gradient: Tensor) -> Tensor:
+    """One share a sample."""
+    assert isinstance(layer, Convolution)
+    samples = len(gradient)
+    if name == "bias":
+        return gradient.flatten(2).sum(2)
+    windows = _windows(layer, inputs)
+    positions = gradient[0, 0].numel()
+    # One batched product for all samples and groups; functional.unfold would launch a kernel a sample on a GPU.
+    products = torch.bmm(
+        gradient.reshape(samples * layer.groups, -1, positions),
+        windows.reshape(samples * layer.groups, -1, positions).transpose(1, 2),
+    )
+    return products.reshape(samples, *layer.weight.shape)
+
+
+def convolution_elements(layer: nn.Module, _: Tensor, gradient: Tensor) -> int:
+    """Numbers that a sample's share needs: itself and its windows."""
+    assert isinstance(layer, Convolution)
+    return layer.weight.numel() + layer.groups * layer.weight[0].numel() * gradient[0, 0].numel()
+
+
+def convolution_gradients(
+    layer: nn.Module, names: list[str], inputs: Tensor, gradient: Tensor, samples: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """By parameter: its gradient, and Σ share² over the first `samples` samples, from the same products."""
+    assert isinstance(layer, Convolution)
+    # Under autocast the output's gradient says in which type the layer was computed.
+    inputs = inputs.to(gradient.dtype)
+    gradients: dict[str, Tensor] = {}
+    squares: dict[str, Tensor] = {}
+    if "bias" in names:
+        shares = gradient.flatten(2).sum(2, dtype=layer.weight.dtype)
+        gradients["bias"], squares["bias"] = shares.sum(0), shares[:samples].square().sum(0)
+    if "weight" in names:
+        work = layer.weight.numel() * gradient[0, 0].numel()
+        weight = layer.weight.detach().to(gradient.dtype)
+        by_sample = gradient.device.type == "cpu" and work >= SMALL
+        products = _products_by_sample if by_sample else _products_in_chunks
+        gradients["weight"], squares["weight"] = products(layer, weight, inputs[:samples], gradient[:samples])
+        if samples < len(gradient):
+            gradients["weight"] += _weight_gradient(layer, weight, inputs[samples:], gradient[samples:])
+    return gradients, squares
+
+
+def _products_by_sample(layer: Convolution, weight: Tensor, inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ share and Σ share²: the processor's own convolution a sample, which builds no windows."""
+    total, square = torch.zeros_like(layer.weight), torch.zeros_like(layer.weight)
+    # Large weights come by output channels: memory of this size is used again, larger ones are new for each sample.
+    channels = max(1, SHARE // weight[0].numel()) if layer.groups == 1 else layer.out_channels
+    by_channels = (torch.split(tensor, channels) for tensor in (weight, total, square))
+    for part, sums, squares, owed in zip(*by_channels, torch.split(gradient, channels, dim=1), strict=True):
+        for one_input, one_gradient in zip(torch.split(inputs, 1), torch.split(owed, 1), strict=True):
+            share = _weight_gradient(layer, part, one_input, one_gradient).to(sums.dtype)
+            sums.add_(share)
+            squares.addcmul_(share, share)
+    return total, square
+
+
+def _products_in_chunks(layer: Convolution, _: Tensor, inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ share and Σ share²: one batched product for as many samples as fit."""
+    total, square = torch.zeros_like(layer.weight), torch.zeros_like(layer.weight)
+    elements = convolution_elements(layer, inputs, gradient)
+    for samples in chunks(len(gradient), elements, limit(gradient.device)):
+        shares = convolution_shares(layer, "weight", inputs[samples], gradient[samples]).to(total.dtype)
+        total += shares.sum(0)
+        square += shares.square_().sum(0)
+    return total, square
+
+
+def _weight_gradient(layer: Convolution, weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor:
+    """The ordinary gradient on these samples, of the weight's part for the output channels of this gradient."""
+    pads = _pads(layer)
+    if layer.padding_mode != "zeros" or any(before != after for before, after in pads):
+        inputs, pads = _padded(layer, inputs), [(0, 0)] * len(pads)
+    result: Tensor = torch.ops.aten.convolution_backward(
+        gradient,
+        inputs,
+        weight,
+        None,
+        layer.stride,
+        [before for before, _ in pads],
+        layer.dilation,
+        False,
+        [0] * len(pads),
+        layer.groups,
+        (False, True, False),
+    )[1]
+    return result
+
+
+def _pads(layer: Convolution) -> list[tuple[int, int]]:
+    """How far each spatial axis is padded before and after."""
+    if layer.padding == "same":
+        totals = [dilation * (size - 1) for size, dilation in zip(layer.kernel_size, layer.dilation, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    if layer.padding == "valid":
+        return [(0, 0)] * len(layer.kernel_size)
+    return [(int(pad), int(pad)) for pad in layer.padding]
+
+
+def _padded(layer: Convolution, inputs: Tensor) -> Tensor:
+    pads = _pads(layer)
+    if all(pad == (0, 0) for pad in pads):
+        return inputs
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    # functional.pad counts from the last dimension backwards.
+    return functional.pad(inputs, [side for pad in reversed(pads) for side in pad], mode=mode)
+
+
+def _windows(layer: Convolution, inputs: Tensor) -> Tensor:
+    """(N, channels, *kernel, *positions): what each weight meets at each position, as a strided view of the input."""
+    inputs = _padded(layer, inputs)
+    for axis, (size, stride, dilation) in enumerate(
+        zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), start=2
+    ):
+        inputs = inputs.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    spatial = len(layer.kernel_size)
+    return inputs.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
