@@ -2,9 +2,8 @@
 
     python benchmarks/fisher_step.py --device cuda --out benchmarks/results
 
-Methods: `plain` (forward, backward, SGD), `parts` (the same plain step, its gradient summed over the fastest of smaller
-parts of the batch), `ours` (DiagonalFisher), and the same update with Γ from others: `backpack` (BackPACK's
-SumGradSquared, where it is installed) and `vmap` (torch.func.vmap of grad, in the fastest of the chunks that fit).
+Methods: `plain` (forward, backward, SGD), `ours` (DiagonalFisher), and the same update with Γ from others: `backpack`
+(BackPACK's SumGradSquared, where it is installed) and `vmap` (torch.func.vmap of grad, in the fastest chunk that fits).
 Before anything is timed, all must find the same Γ. Each method's time is the median of repetitions that take turns with
 the other methods'; with `fisher_every` it is the mean over that many steps. Rows are appended to OUT/fisher_step.jsonl.
 """
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedforget.federation.training import keep_freed_memory
 from fedforget.models import BUILT_IN
 from fedforget.optim import DiagonalFisher
 from fedforget.optim.fisher_update import Member, diagonal_fisher
@@ -97,22 +97,6 @@ def _training_step(cell: Cell, model: nn.Module, batch: Batch, optimizer: torch.
         with shortened(cell):
             loss = functional.cross_entropy(model(batch[0]), batch[1])
         loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def in_parts(cell: Cell, model: nn.Module, batch: Batch) -> Step:
-    """Without Γ, and with less memory in use at once, which a processor's caches like."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RULE["lr"])
-    chunk = cell.chunk or cell.batch
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for x, y in zip(batch[0].split(chunk), batch[1].split(chunk), strict=True):
-            with shortened(cell):
-                loss = functional.cross_entropy(model(x), y, reduction="sum") / cell.batch
-            loss.backward()
         optimizer.step()
 
     return step
@@ -193,7 +177,6 @@ def _updating_step(model: nn.Module, gather: Callable[[], dict[nn.Parameter, Ten
 
 METHODS: dict[str, Callable[[Cell, nn.Module, Batch], Step]] = {
     "plain": plain,
-    "parts": in_parts,
     "ours": ours,
     "backpack": with_backpack,
     "vmap": with_vmap,
@@ -216,7 +199,7 @@ def check_agreement(cells: list[Cell]) -> None:
     """All methods must move the parameters by the same step, apart from what rounding does."""
     moved: dict[str, Tensor] = {}
     for cell in cells:
-        if cell.method in ("plain", "parts") or cell.every > 1 or cell.share < 1:
+        if cell.method == "plain" or cell.every > 1 or cell.share < 1:
             continue
         small = Cell(**asdict(cell) | {"batch": 8, "chunk": 3})
         model, batch = build(small)
@@ -253,7 +236,7 @@ def tuned(cell: Cell) -> Cell:
     """The cell with the chunk in which it is fastest; each is a quarter of the one before."""
     model, batch = build(cell)
     chunk = cell.batch
-    if cell.device == "cpu" and cell.method == "vmap":
+    if cell.device == "cpu":
         chunk = min(chunk, PER_SAMPLE_BYTES // (4 * sum(parameter.numel() for parameter in model.parameters())))
     times: dict[int, float] = {}
     while chunk >= 1:
@@ -314,7 +297,7 @@ def measure(arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     """All rows of one model."""
     cells = list(cells_of(arguments, model))
     check_agreement(cells)
-    cells = [tuned(cell) if cell.method in ("parts", "vmap") else cell for cell in cells]
+    cells = [tuned(cell) if cell.method == "vmap" else cell for cell in cells]
     peaks = [peak_bytes(cell) for cell in cells]
     steps = [METHODS[cell.method](cell, *build(cell)) for cell in cells]
     times: list[list[float]] = [[] for _ in cells]
@@ -347,6 +330,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    keep_freed_memory()
     if arguments.peak_of:
         cell = Cell(**json.loads(arguments.peak_of))
         torch.set_num_threads(cell.threads)

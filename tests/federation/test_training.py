@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -237,3 +241,27 @@ def test_early_stop_after_the_first_round_at_the_target() -> None:
     assert 1 < reached < 12, "the target lies within the run"
     stopped = small.federation(small.sources([20, 20])).train(replace(plan, target_accuracy=target))
     assert [record.accuracy for record in stopped.records] == accuracies[:reached]
+
+
+FREED_MEMORY = """
+import resource
+import torch
+from fedforget.federation.training import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_freed_memory()
+print([faults() for _ in range(5)][-1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+@pytest.mark.parametrize("of_the_user", [False, True])
+def test_freed_memory_is_used_again_unless_the_user_says_otherwise(of_the_user: bool) -> None:
+    environment = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "65536"} if of_the_user else {})}
+    done = subprocess.run([sys.executable, "-c", FREED_MEMORY], env=environment, capture_output=True, check=True)
+    # 64 MiB are 16,384 pages.
+    assert (int(done.stdout) > 1000) == of_the_user

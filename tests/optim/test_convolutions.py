@@ -14,7 +14,14 @@ from fedforget.optim.squared_grads import SquaredGrads
 from .oracles import loop_over_samples
 from .test_squared_grads import TOLERANCE, N, Scaled, _in_float64, assert_same, convolutions, curved  # noqa: F401
 
-BY_SAMPLE, IN_CHUNKS = 0, 2**60
+WAYS = {"by sample": (0, 2), "in groups": (0, 2**20), "in chunks": (2**60, 2**20)}
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def take(patch: pytest.MonkeyPatch, way: str) -> None:
+    """Have all products on the processor taken this way."""
+    for name, value in zip(("SMALL", "SHARE"), WAYS[way], strict=True):
+        patch.setattr(module_under_test, name, value)
 
 
 def gather(model: nn.Module, *batch: Tensor, share: float = 1.0) -> dict[str, Tensor]:
@@ -40,26 +47,33 @@ def check(model: nn.Module, *batch: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("small", [BY_SAMPLE, IN_CHUNKS])
+@every_way
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(case=convolutions())
-def test_gradient_and_squares(small, case):
+def test_gradient_and_squares(way, case):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module_under_test, "SMALL", small)
+        take(patch, way)
         check(*case)
 
 
-@pytest.mark.parametrize("small", [BY_SAMPLE, IN_CHUNKS])
+@pytest.mark.parametrize(("positions", "weights", "way"), [(4, 9, "chunks"), (4096, 9, "groups"), (4, 2**18, "sample")])
+def test_the_way_follows_the_layers_size(positions, weights, way):
+    layer = nn.Conv2d(1, weights // 9, 3) if weights < 2**18 else nn.Conv2d(256, 128, 3)
+    gradient = torch.zeros(1, layer.out_channels, positions, 64)
+    assert module_under_test._fastest(layer, gradient).__name__.endswith(way)
+
+
+@every_way
 @pytest.mark.parametrize("padding", [1, "same"])
-def test_in_the_memory_format_of_channels_last(monkeypatch, small, padding):
-    monkeypatch.setattr(module_under_test, "SMALL", small)
+def test_in_the_memory_format_of_channels_last(monkeypatch, way, padding):
+    take(monkeypatch, way)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=padding), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3, stride=2))
     check(model.to(memory_format=torch.channels_last), torch.randn(N, 3, 7, 6).to(memory_format=torch.channels_last))
     assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_large_weights_come_by_output_channels(monkeypatch):
-    monkeypatch.setattr(module_under_test, "SMALL", BY_SAMPLE)
+    take(monkeypatch, "by sample")
     monkeypatch.setattr(module_under_test, "SHARE", 40)
     check(nn.Conv2d(2, 5, 3), torch.randn(N, 2, 5, 5))
     check(nn.Conv2d(2, 6, 3, groups=2), torch.randn(N, 2, 5, 5))
@@ -69,10 +83,10 @@ def test_chunks_are_small_on_a_processor_and_large_elsewhere():
     assert chunks.limit(torch.device("cpu")) < chunks.limit(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("small", [BY_SAMPLE, IN_CHUNKS])
+@every_way
 @pytest.mark.parametrize(("share", "samples"), [(1e-6, 1), (0.25, 1), (0.5, 2), (0.7, 3), (1.0, 4)])
-def test_a_share_of_the_batch(monkeypatch, small, share, samples):
-    monkeypatch.setattr(module_under_test, "SMALL", small)
+def test_a_share_of_the_batch(monkeypatch, way, share, samples):
+    take(monkeypatch, way)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(2), nn.GroupNorm(1, 3), nn.Linear(9, 2), Scaled(2))
     inputs = torch.randn(N, 2, 5, 5)
     expected = loop_over_samples(model, curved, (inputs[:samples],), (0,))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,6 +34,8 @@ def train(
     silo: str,
 ) -> float:
     """Train the model in place on all batches of a round; the mean loss a sample."""
+    if x.device.type == "cpu":
+        keep_freed_memory()
     model.train()
     # Summed on the device and read once: reading it each step would make an accelerator wait.
     total = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -48,6 +53,23 @@ def train(
         total += loss.detach() * len(positions)
         seen += len(positions)
     return float(total) / seen
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory of large tensors that were freed, for the next ones; elsewhere, do nothing.
+
+    By default it goes back to the system at once, and every page of it must be mapped and zeroed anew in each step.
+    """
+    if os.environ.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}:
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
+    mallopt(m_mmap_threshold, 2**30)
+    mallopt(m_trim_threshold, -1)
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
