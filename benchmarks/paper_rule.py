@@ -3,7 +3,7 @@
     python benchmarks/paper_rule.py --dataset mnist --data-dir DATA --device cuda --out benchmarks/results
 
 The setting is the paper's: K = 10 silos, an even split, all of them in each round, one local epoch, B = 2048. Each
-combination of learning rate, block size and seed is a run, and a line of OUT/paper_rule_DATASET.jsonl; runs that the
+combination of rate, block size, cheaper Γ and seed is a run, and a line of OUT/paper_rule_DATASET.jsonl; runs that the
 file has already are not made again.
 """
 
@@ -27,6 +27,7 @@ SETTINGS = {
     "digits": ("mlp", (0.85, 0.90, 0.95)),
 }
 BATCH = 2048
+CELL = ("learning_rate", "block_size", "fisher_every", "fisher_share", "seed")
 FORGETS, RATE = "silo-3", 0.02
 
 
@@ -41,7 +42,7 @@ def channels_last(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
     return model
 
 
-def run(arguments: argparse.Namespace, rate: float, block: int, seed: int) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, rate: float, block: int, every: int, share: float, seed: int) -> dict[str, Any]:
     """Train a round, delete, retrain by the paper's rule: what is measured is the retraining."""
     model, _ = SETTINGS[arguments.dataset]
     federation = ff.Federation.split_evenly(
@@ -53,7 +54,8 @@ def run(arguments: argparse.Namespace, rate: float, block: int, seed: int) -> di
     )
     # The model before does not enter the one after, so one round of it is enough here.
     federation.train(ff.Plan(rounds=1, batch_size=BATCH, optimizer=ff.optim.SGD(lr=0.001), seed=seed))
-    optimizer = ff.Choice("diagonal-fisher", {"lr": rate, "block_size": block})
+    settings = {"lr": rate, "block_size": block, "fisher_every": every, "fisher_share": share}
+    optimizer = ff.Choice("diagonal-fisher", settings)
     method = ff.RapidRetrain(optimizer, rounds=arguments.rounds, target_accuracy=arguments.until)
     release = federation.forget({FORGETS: ff.Share(RATE)}, method)
     return {
@@ -63,6 +65,8 @@ def run(arguments: argparse.Namespace, rate: float, block: int, seed: int) -> di
         "optimizer": "diagonal-fisher",
         "learning_rate": rate,
         "block_size": block,
+        "fisher_every": every,
+        "fisher_share": share,
         "batch": BATCH,
         "silos": 10,
         "deleted": sum(release.deleted.values()),
@@ -83,6 +87,8 @@ def main() -> None:
     parser.add_argument("--until", type=float, help="stop a run at the first round that reaches this accuracy")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.001, 0.003, 0.01])
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--every", type=int, nargs="*", default=[], help="further runs, with Γ every so many steps")
+    parser.add_argument("--shares", type=float, nargs="*", default=[], help="further runs, with Γ from such a share")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -93,8 +99,10 @@ def main() -> None:
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     # A line that is marked as interrupted holds the rounds of a run that was cut short: it is made again.
     lines = [line for line in lines if not line.get("interrupted")]
-    made = {(line["learning_rate"], line["block_size"], line["seed"]) for line in lines}
-    for cell in itertools.product(arguments.rates, arguments.blocks, arguments.seeds):
+    made = {tuple(line[name] for name in CELL) for line in lines}
+    gammas = [(1, 1.0), *((every, 1.0) for every in arguments.every), *((1, share) for share in arguments.shares)]
+    for rate, block, gamma, seed in itertools.product(arguments.rates, arguments.blocks, gammas, arguments.seeds):
+        cell = (rate, block, *gamma, seed)
         if cell not in made:
             lines.append(run(arguments, *cell))
             with path.open("a") as file:
@@ -105,11 +113,12 @@ def main() -> None:
 def table(lines: list[dict[str, Any]], accuracies: tuple[float, ...]) -> None:
     """Print a row for each run."""
     heads = " ".join(f"{f'to {100 * wanted:g} %':>10}" for wanted in accuracies)
-    print(f"{'lr':>6} {'b':>2} {'seed':>4} {heads} {'last':>8} {'s/round':>8}  device")
-    for line in sorted(lines, key=lambda line: (line["learning_rate"], line["block_size"], line["seed"])):
+    print(f"{'lr':>6} {'b':>2} {'every':>5} {'share':>6} {'seed':>4} {heads} {'last':>8} {'s/round':>8}  device")
+    for line in sorted(lines, key=lambda line: tuple(line[name] for name in CELL)):
         accuracy, seconds = line["accuracy"], line["seconds"]
         cells = " ".join(f"{first_reached(accuracy, wanted):>10}" for wanted in accuracies)
-        name = f"{line['learning_rate']:>6} {line['block_size']:>2} {line['seed']:>4}"
+        name = f"{line['learning_rate']:>6} {line['block_size']:>2} {line['fisher_every']:>5}"
+        name += f" {line['fisher_share']:>6g} {line['seed']:>4}"
         pace = seconds[-1] / len(seconds)
         print(f"{name} {cells} {100 * accuracy[-1]:>6.2f} % {pace:>8.3f}  {line['device']}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -54,10 +55,12 @@ def test_every_part_of_a_plan_is_described() -> None:
         assert f"`{name}`" in text, name
 
 
-def test_every_setting_of_diagonal_fisher_is_described() -> None:
-    text = (ROOT / "docs/optim.md").read_text()
-    for name in ("lr", "betas", "eps", "block_size"):
-        assert f"| `{name}` |" in text, name
+@pytest.mark.parametrize("optimizer", [optim.DiagonalFisher, optim.Muon])
+def test_every_setting_of_an_optimizer_is_described(optimizer: type) -> None:
+    _, text = (ROOT / "docs/optim.md").read_text().split(f"\n## {optimizer.__name__}\n")
+    table = text.split("\n## ")[0]
+    for name in list(inspect.signature(optimizer).parameters)[1:]:
+        assert f"| `{name}` |" in table, name
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/optim.md"])

@@ -21,18 +21,19 @@ logger = logging.getLogger(__name__)
 
 LOWERINGS = 3
 FACTOR = 4
-FAR_OFF = 10.0
 PATIENCE = 5
+FAR_OFF = 1.5
+STANDSTILL = 0.9
 
 
 def train_guarded(coordinator: Trainer, plan: Plan, name: str) -> TrainingResult:
     """Train by the plan; should that diverge, up to three times more with steps of a quarter, and say so."""
     assert plan.classes is not None, "the coordinator's plans are complete"
+    watch = functools.partial(stuck, plan.classes)
     discarded: tuple[RoundRecord, ...] = ()
     for _ in range(LOWERINGS):
         try:
-            result = coordinator.train(plan, functools.partial(not_training, plan.classes))
-            return dataclasses.replace(result, discarded=discarded)
+            return dataclasses.replace(coordinator.train(plan, watch), discarded=discarded)
         except DivergedError as error:
             smaller = with_smaller_step(plan)
             if smaller is None:
@@ -42,26 +43,22 @@ def train_guarded(coordinator: Trainer, plan: Plan, name: str) -> TrainingResult
             )
             discarded += error.records
             plan = smaller
-    assert plan.classes is not None
-    # The last try is not asked to beat guessing: labels may be such that nothing does.
-    result = coordinator.train(plan, functools.partial(far_off, plan.classes))
-    return dataclasses.replace(result, discarded=discarded)
+    # The last try goes to its end, if its numbers stay finite: a deletion must not wait for a better one.
+    return dataclasses.replace(coordinator.train(plan), discarded=discarded)
 
 
-def far_off(classes: int, records: tuple[RoundRecord, ...]) -> str | None:
-    """Whether the loss ran away, as a reason; the first round may begin far off, from weights drawn at random."""
+def stuck(classes: int, records: tuple[RoundRecord, ...]) -> str | None:
+    """Whether the loss ran off and has come to a stand at or above that of guessing, as a reason.
+
+    A loss that starts far off and falls is training; one that never was far off and hardly falls has too small a step.
+    """
     guessing = math.log(classes)
-    if len(records) > 1 and records[-1].loss > FAR_OFF * guessing:
-        return f"training diverged: the loss is {records[-1].loss:.3g}, where guessing has {guessing:.3g}"
+    losses = [record.loss for record in records]
+    last = losses[-PATIENCE:]
+    ran_off = max(losses) > FAR_OFF * guessing
+    if ran_off and len(last) == PATIENCE and min(last) >= guessing and last[-1] > STANDSTILL * last[0]:
+        return f"after {len(records)} rounds the loss is {last[-1]:.3g}, where guessing has {guessing:.3g}"
     return None
-
-
-def not_training(classes: int, records: tuple[RoundRecord, ...]) -> str | None:
-    """Whether the loss ran away or, after some rounds, was never below guessing's, as a reason."""
-    guessing = math.log(classes)
-    if len(records) >= PATIENCE and min(record.loss for record in records) >= guessing:
-        return f"no round had a loss below guessing's, {guessing:.3g}"
-    return far_off(classes, records)
 
 
 def with_smaller_step(plan: Plan) -> Plan | None:
