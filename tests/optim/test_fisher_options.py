@@ -82,7 +82,7 @@ def test_a_stored_state_continues_bit_for_bit(stop):
     for found, expected in zip(second.parameters(), model.parameters(), strict=True):
         assert torch.equal(found, expected)
     for found, expected in zip(continued.state.values(), optimizer.state.values(), strict=True):
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert all(torch.equal(torch.as_tensor(found[key]), torch.as_tensor(expected[key])) for key in expected)
 
 
 def test_steps_between_compute_nothing_per_sample(monkeypatch):

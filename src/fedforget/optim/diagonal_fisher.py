@@ -135,9 +135,8 @@ class DiagonalFisher(torch.optim.Optimizer):
         """What this step needs of a parameter; its counts go up."""
         state = self.state[parameter]
         if not state:
-            # On the processor, as torch's own optimizers keep it: reading it never waits for a device.
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["refreshes"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            # Plain numbers: loading a state moves tensors to the device, and reading them there would wait for it.
+            state["step"] = state["refreshes"] = 0
             state["mean_gradient"] = torch.zeros_like(parameter)
             state["mean_squared_fisher"] = torch.zeros_like(parameter)
         fisher = fishers.get(cast(nn.Parameter, parameter))
@@ -150,8 +149,8 @@ class DiagonalFisher(torch.optim.Optimizer):
             fisher,
             state["mean_gradient"],
             state["mean_squared_fisher"],
-            int(state["step"]),
-            int(state["refreshes"]),
+            state["step"],
+            state["refreshes"],
         )
 
     def _plan_next(self) -> None:
@@ -161,7 +160,7 @@ class DiagonalFisher(torch.optim.Optimizer):
         self._squared_grads.needed = {
             parameter
             for parameter in group["params"]
-            if not (state := self.state.get(parameter)) or int(state["step"]) % group["fisher_every"] == 0
+            if not (state := self.state.get(parameter)) or state["step"] % group["fisher_every"] == 0
         }
 
 
