@@ -80,9 +80,8 @@ def _train_keeping_graphs(
     model.train()
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     seen = 0
-    for positions in training.batches(len(y), plan, number, silo):
-        index = positions.to(x.device)
-        loss = functional.cross_entropy(model(x[index]), y[index])
+    for positions in training.batches(len(y), plan, number, silo, x.device):
+        loss = functional.cross_entropy(model(x[positions]), y[positions])
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # torch.autograd.grad, for backward(create_graph=True) makes cycles that are freed late.
         for parameter, gradient in zip(

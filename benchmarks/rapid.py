@@ -27,6 +27,7 @@ import torch
 
 import fedforget as ff
 from baselines import AdaHessian, DecayingAdam, keeping_graphs
+from kronecker import KroneckerFisher, Soap
 
 SETTINGS = {
     # dataset: model, accuracies of the table; the last one ends a run
@@ -57,6 +58,8 @@ ENTRIES = {
     "Adam": Entry("adam", (0.0003, 0.001, 0.003, 0.01, 0.03)),
     "Adam, decaying": Entry("adam-decay", (0.001, 0.003, 0.01, 0.03, 0.1)),
     "AdaHessian": Entry("adahessian", (0.01, 0.03, 0.1, 0.3, 1.0)),
+    "K-FAC": Entry("kronecker-fisher", (0.03, 0.1, 0.3, 1.0)),
+    "SOAP": Entry("soap", (0.001, 0.003, 0.01, 0.03)),
     "paper's rule": Entry("diagonal-fisher", (0.0003, 0.001, 0.003, 0.01, 0.03)),
 }
 DEFAULT = "rapid"
@@ -107,7 +110,12 @@ class Bench:
             silos=SILOS,
             model=channels_last if self.model == "cnn" else ff.models.BUILT_IN[self.model],
             device=self.arguments.device,
-            optimizers={"adam-decay": DecayingAdam, "adahessian": AdaHessian},
+            optimizers={
+                "adam-decay": DecayingAdam,
+                "adahessian": AdaHessian,
+                "kronecker-fisher": KroneckerFisher,
+                "soap": Soap,
+            },
             on_round=lambda title, _, record: records.append(record) if title != "train" else None,
         )
         # The model before does not enter the one after, so one round of it is enough here.

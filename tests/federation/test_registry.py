@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,6 +42,15 @@ def no_optimizer(model: nn.Module) -> str:
 
 def first(states: Sequence[State], counts: Sequence[int], scale: float = 1.0) -> State:
     return {name: tensor * scale for name, tensor in states[0].items()}
+
+
+class Uncopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Uncopied:
+        raise TypeError("not to be copied")
+
+
+def uncopied() -> nn.Module:
+    return Uncopied(4, 3)
 
 
 not_callable = 3
@@ -139,3 +149,27 @@ def test_an_aggregation_of_ones_own_with_settings() -> None:
 def test_an_aggregation_that_cannot_be_used_is_told_before_any_training(choice: Choice, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         REGISTRY.aggregation(replace(PLAN, aggregation=choice))
+
+
+@pytest.mark.parametrize("name", ["takes_nothing", "uncopied"])
+def test_blank_models_share_nothing(name: str) -> None:
+    plan = replace(PLAN, model=f"{__name__}:{name}")
+    first, second = (REGISTRY.blank(plan, torch.device("cpu")) for _ in range(2))
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.fill_(7)
+    assert not any((parameter == 7).any() for parameter in second.parameters())
+    assert not any((parameter == 7).any() for parameter in REGISTRY.blank(plan, torch.device("cpu")).parameters())
+
+
+def test_another_plan_has_another_blank_model() -> None:
+    cpu = torch.device("cpu")
+    assert isinstance(REGISTRY.blank(replace(PLAN, model=f"{__name__}:uncopied"), cpu), Uncopied)
+    assert not isinstance(REGISTRY.blank(replace(PLAN, model=f"{__name__}:takes_nothing"), cpu), Uncopied)
+
+
+def test_a_registry_is_pickled_without_its_blank_model() -> None:
+    registry = Registry({"linear": takes_nothing}, {})
+    before = len(pickle.dumps(registry))
+    registry.blank(replace(PLAN, model="linear"), torch.device("cpu"))
+    assert len(pickle.dumps(registry)) == before

@@ -142,9 +142,9 @@ def test_the_order_of_a_source_does_not_matter() -> None:
 
 def test_each_epoch_and_round_visits_every_sample_once_in_a_new_order() -> None:
     plan = ff.Plan(batch_size=4, local_epochs=2)
-    first = [batch.tolist() for batch in training.batches(10, plan, 1, "a")]
+    first = [batch.tolist() for batch in training.batches(10, plan, 1, "a", torch.device("cpu"))]
     assert [len(batch) for batch in first] == [4, 4, 2, 4, 4, 2]
-    second = [batch.tolist() for batch in training.batches(10, plan, 2, "a")]
+    second = [batch.tolist() for batch in training.batches(10, plan, 2, "a", torch.device("cpu"))]
     orders = [list(chain(*epoch)) for epoch in (first[:3], first[3:], second[:3], second[3:])]
     assert all(sorted(order) == list(range(10)) for order in orders)
     assert len(set(map(tuple, orders))) == 4

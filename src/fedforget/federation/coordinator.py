@@ -255,7 +255,7 @@ def _aggregated(
         raise PlanError(f"aggregation {plan.aggregation}: {type(error).__name__}: {error}") from error
     if made != wanted:
         raise PlanError(f"aggregation {plan.aggregation} changed the names, shapes or types of the model's tensors")
-    if not all(bool(torch.isfinite(state[name]).all()) for name, _ in model.named_parameters()):
+    if not training.all_finite(state[name] for name, _ in model.named_parameters()):
         raise PlanError(f"aggregation {plan.aggregation} made parameters that are not finite")
     return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -33,6 +34,16 @@ def imported(name: str, kind: str) -> Any:
     return found
 
 
+class _Spare:
+    """The model that was built last, as it was built; where a registry is pickled, it stays behind."""
+
+    def __init__(self) -> None:
+        self.built: tuple[tuple[Any, ...], nn.Module] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Spare, ()
+
+
 @dataclass(frozen=True)
 class Registry:
     """What a silo or coordinator can build by name; nothing else is ever run."""
@@ -40,6 +51,7 @@ class Registry:
     models: Mapping[str, Callable[..., nn.Module]]
     optimizers: Mapping[str, Callable[..., torch.optim.Optimizer]]
     aggregations: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: AGGREGATIONS)
+    _spare: _Spare = field(default_factory=_Spare, repr=False, compare=False)
 
     def _find(self, kind: str, name: str) -> Callable[..., Any]:
         entries: Mapping[str, Callable[..., Any]] = getattr(self, f"{kind}s")
@@ -66,6 +78,19 @@ class Registry:
         if not isinstance(model, nn.Module):
             raise PlanError(f"model {plan.model!r} made a {type(model).__name__}, not a torch.nn.Module")
         return model.to(getattr(torch, plan.dtype))
+
+    def blank(self, plan: Plan, device: torch.device) -> nn.Module:
+        """A model of the plan on a device, whose parameters the caller will overwrite.
+
+        A copy of one that was built before: to initialise a large one takes longer than an accelerator trains it.
+        """
+        key = (plan.model, plan.shape, plan.classes, plan.dtype, device)
+        if self._spare.built is None or self._spare.built[0] != key:
+            self._spare.built = key, self.model(plan).to(device)
+        try:
+            return copy.deepcopy(self._spare.built[1])
+        except Exception:  # a user's model may hold what cannot be copied
+            return self.model(plan).to(device)
 
     def optimizer(self, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
         """The plan's optimizer on this model; torch's own classes are given the parameters, all others the model."""

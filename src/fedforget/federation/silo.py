@@ -164,7 +164,7 @@ class Silo:
             with seeded(self._device, "train", task.plan.seed, task.round, self.name), training.reproducible():
                 loss = training.train(model, optimizer, x, y, task.plan, task.round, self.name)
         # Buffers may hold infinities on purpose, as a mask does.
-        if not math.isfinite(loss) or not all(bool(torch.isfinite(part).all()) for part in model.parameters()):
+        if not math.isfinite(loss) or not training.all_finite(model.parameters()):
             raise DivergedError(
                 f"silo {self.name}, round {task.round}: training diverged (loss {loss}); "
                 "lower the learning rate, or look for missing values in the samples"
@@ -255,7 +255,7 @@ class Silo:
 
     def _model(self, plan: Plan, task: Train | Evaluate) -> nn.Module:
         with seeded(self._device, "discarded"):  # initialisation draws numbers; the state overwrites what they gave
-            model = self._registry.model(plan).to(self._device)
+            model = self._registry.blank(plan, self._device)
         with self._told(""):
             model.load_state_dict(task.state)
         return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,10 +18,12 @@ from fedforget.types import Plan, State
 EVALUATION_BATCH = 4096
 
 
-def batches(count: int, plan: Plan, round_number: int, silo: str) -> Iterator[Tensor]:
+def batches(count: int, plan: Plan, round_number: int, silo: str, device: torch.device) -> Iterator[Tensor]:
     """The round's batches as positions among the samples sorted by id, a new order in each local epoch."""
     for epoch in range(plan.local_epochs):
-        yield from torch.split(shuffled(count, plan.seed, round_number, epoch, silo), plan.batch_size)
+        # Moved once an epoch: each copy to an accelerator waits for all that it has been given to do.
+        order = shuffled(count, plan.seed, round_number, epoch, silo).to(device)
+        yield from torch.split(order, plan.batch_size)
 
 
 def train(
@@ -40,10 +42,9 @@ def train(
     # Summed on the device and read once: reading it each step would make an accelerator wait.
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     seen = 0
-    for positions in batches(len(y), plan, round_number, silo):
-        index = positions.to(x.device)
+    for positions in batches(len(y), plan, round_number, silo, x.device):
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x[index]), y[index])
+        loss = functional.cross_entropy(model(x[positions]), y[positions])
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
         if plan.l2:
             for parameter in model.parameters():
@@ -82,6 +83,12 @@ def reproducible() -> Iterator[None]:
     """Inside, an accelerator's convolutions take the algorithms that give the same bits each time."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
         yield
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every number is finite; an accelerator is waited for once."""
+    answers = [torch.isfinite(tensor).all() for tensor in tensors]
+    return bool(torch.stack(answers).all()) if answers else True
 
 
 @torch.no_grad()
