@@ -12,6 +12,8 @@ BIN := .venv/bin
 
 .venv/.develop: .venv/.run
 	$(BIN)/pip install --quiet -c constraints.txt "datasets>=3" pytest pytest-xdist hypothesis mypy ruff import-linter
+	# Not in constraints.txt: there it would clash with the one that torch's builds for GPUs bring along.
+	$(BIN)/pip install --quiet triton==3.6.0
 	touch $@
 
 demo: .venv/.run  ## ten silos train, one deletes 2 % of all samples, every silo retrains, and the proof that nothing is left

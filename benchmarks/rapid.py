@@ -3,10 +3,12 @@
     python benchmarks/rapid.py --dataset mnist --data-dir DATA --device cuda --out benchmarks/results
 
 K = 10 silos, an even split, all of them in each round, one local epoch; one silo deleted 2 % of all samples, and what
-is measured is the training after it, from a fresh model. First the default of `rapid` runs; that sets how many rounds
-the others get: plain SGD twelve times as many, everything else four times. Then a grid of learning rates on seed 0 at
-the first batch size, wider where the best lies at its edge; then the best of each on all seeds, one after the other,
-at every batch size. Each run is a line of OUT/rapid.jsonl; lines that are there already are not made again.
+is measured is the training after it, from a fresh model. First the default of `rapid` runs on all seeds: the most
+rounds that it takes, N, set how many the others get. Then a grid of learning rates for each optimizer, at the first
+batch size on seed 0, trained on nine tenths of the training samples and judged on the other tenth; it grows while the
+best lies at its edge, and a rate that needs over twice the rounds of the best so far is given up. Then the best of each
+on all seeds and the test split, one after the other. Each run is a line of OUT/rapid.jsonl; lines that are there
+already are not made again, so a run of this program that was ended goes on where it stood.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import itertools
 import json
 import math
 import sys
-import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ SETTINGS = {
 }
 SILOS, FORGETS, RATE = 10, "silo-3", 0.02
 WIDENINGS = 3
+GRID_ALLOWANCE = 3
+PATIENCE = 6
 
 
 @dataclass(frozen=True)
@@ -47,28 +51,46 @@ class Entry:
     optimizer: str
     rates: tuple[float, ...]
     settings: tuple[tuple[str, float], ...] = ()
-    allowance: int = 4
-    """How many times the rounds of the default it gets."""
+    allowance: int = 3
+    """How many times N the rounds are that it gets."""
 
 
 ENTRIES = {
-    "paper's SGD": Entry("sgd", (0.001,), allowance=12),
-    "SGD": Entry("sgd", (0.01, 0.03, 0.1, 0.3, 1.0), allowance=12),
-    "momentum": Entry("sgd", (0.003, 0.01, 0.03, 0.1, 0.3), (("momentum", 0.9),)),
-    "Adam": Entry("adam", (0.0003, 0.001, 0.003, 0.01, 0.03)),
-    "Adam, decaying": Entry("adam-decay", (0.001, 0.003, 0.01, 0.03, 0.1)),
-    "AdaHessian": Entry("adahessian", (0.01, 0.03, 0.1, 0.3, 1.0)),
-    "K-FAC": Entry("kronecker-fisher", (0.03, 0.1, 0.3, 1.0)),
-    "SOAP": Entry("soap", (0.001, 0.003, 0.01, 0.03)),
-    "paper's rule": Entry("diagonal-fisher", (0.0003, 0.001, 0.003, 0.01, 0.03)),
+    "Adam": Entry("adam", (0.001, 0.003, 0.01, 0.0003, 0.03), allowance=4),
+    "Adam, decaying over 2 N": Entry("adam-decay", (0.01, 0.003, 0.03), allowance=2),
+    "Adam, decaying over 4 N": Entry("adam-decay", (0.01, 0.003, 0.03), allowance=4),
+    "momentum": Entry("sgd", (0.03, 0.1, 0.01, 0.003, 0.3), (("momentum", 0.9),)),
+    "SGD": Entry("sgd", (0.3, 0.1, 1.0, 0.03, 0.01), allowance=10),
+    "paper's SGD": Entry("sgd", (0.001,), allowance=10),
+    "paper's rule": Entry("diagonal-fisher", (0.003, 0.001, 0.01, 0.0003, 0.03)),
+    "Muon": Entry("muon", (0.07, 0.1, 0.05, 0.14, 0.035)),
+    "AdaHessian": Entry("adahessian", (0.1, 0.3, 0.03, 0.01, 1.0), allowance=2),
+    "K-FAC": Entry("kronecker-fisher", (0.1, 0.3, 0.03, 1.0), allowance=2),
+    "SOAP": Entry("soap", (0.003, 0.01, 0.001, 0.03), allowance=2),
 }
+"""A rate that is likely to be good comes first, so that others are given up early."""
 DEFAULT = "rapid"
 
 
-def channels_last(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-    """The cnn in the memory format in which a CPU convolves faster; the same numbers."""
-    model: torch.nn.Module = ff.models.cnn(shape, classes).to(memory_format=torch.channels_last)
-    return model
+class Behind(Exception):  # noqa: N818  # it is no error
+    """A rate of a grid needs over twice the rounds of the best so far."""
+
+
+def channels_last(model: str, device: str) -> Callable[[tuple[int, ...], int], torch.nn.Module]:
+    """The model in the memory format in which this device trains it faster; the numbers are the same."""
+    build = ff.models.BUILT_IN[model]
+    if (model, "cuda" in device) not in {("cnn", False), ("alexnet", True)}:
+        return build
+    return lambda shape, classes: build(shape, classes).to(memory_format=torch.channels_last)
+
+
+def validating(dataset: ff.Dataset) -> ff.Dataset:
+    """The dataset with a tenth of its training samples in the place of the test split."""
+    assert dataset.pool is not None
+    order = torch.randperm(len(dataset.pool), generator=torch.Generator().manual_seed(1)).tolist()
+    cut = len(order) // 10
+    kept, judged = sorted(order[cut:]), sorted(order[:cut])
+    return replace(dataset, pool=dataset.pool.select(kept), test=dataset.pool.select(judged))
 
 
 class Bench:
@@ -76,7 +98,8 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.dataset = ff.datasets.load(arguments.dataset, arguments.data_dir)
+        dataset = ff.datasets.load(arguments.dataset, arguments.data_dir)
+        self.datasets = {"grid": validating(dataset), "final": dataset}
         self.model, accuracies = SETTINGS[arguments.dataset]
         self.target = accuracies[-1] if arguments.until is None else arguments.until
         self.path: Path = arguments.out / "rapid.jsonl"
@@ -93,22 +116,44 @@ class Bench:
         given: str = self.arguments.device
         return torch.cuda.get_device_name(given) if "cuda" in given else given
 
-    def run(self, stage: str, name: str, rate: float | None, batch: int, seed: int, rounds: int) -> dict[str, Any]:
+    def run(
+        self,
+        stage: str,
+        name: str,
+        rate: float | None,
+        batch: int,
+        seed: int,
+        rounds: int,
+        best: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """A training to the target, or to the end of its rounds; made once."""
         key = {"stage": stage, "entry": name, "learning_rate": rate, "batch": batch, "seed": seed}
         for line in self.lines:
             # A run that was given fewer rounds than are wanted now, and did not arrive, is made again.
             if all(line[part] == value for part, value in key.items()):
-                if line["diverged"] or reached(line, self.target) or len(line["accuracy"]) >= rounds:
+                ended = line["diverged"] or line["given_up"] or reached(line, self.target)
+                if ended or len(line["accuracy"]) >= rounds:
                     return line
                 self.lines.remove(line)
                 break
-        choice = self.choice(name, rate, batch, rounds)
+        choice = self.choice(name, rate, batch, rounds, len(self.datasets[stage].pool or ()))
         records: list[Any] = []
+
+        def on_round(title: str, _: Any, record: Any) -> None:
+            if title == "train":
+                return
+            records.append(record)
+            number = len(records)
+            if best is not None and choice.name != "adam-decay" and number >= PATIENCE:
+                # Where it arrived the best stopped; from there on, its last accuracy stands for it.
+                there = best["accuracy"][: number // 2][-1]
+                if record.accuracy < min(there, self.target):
+                    raise Behind
+
         federation = ff.Federation.split_evenly(
-            self.dataset,
+            self.datasets[stage],
             silos=SILOS,
-            model=channels_last if self.model == "cnn" else ff.models.BUILT_IN[self.model],
+            model=channels_last(self.model, self.arguments.device),
             device=self.arguments.device,
             optimizers={
                 "adam-decay": DecayingAdam,
@@ -116,40 +161,46 @@ class Bench:
                 "kronecker-fisher": KroneckerFisher,
                 "soap": Soap,
             },
-            on_round=lambda title, _, record: records.append(record) if title != "train" else None,
+            on_round=on_round,
         )
         # The model before does not enter the one after, so one round of it is enough here.
         federation.train(ff.Plan(rounds=1, batch_size=batch, optimizer=ff.optim.SGD(lr=0.001), seed=seed))
         method = ff.Retrain(choice, rounds=rounds, target_accuracy=self.target)
-        diverged = False
+        diverged = given_up = False
         with keeping_graphs() if choice.name == "adahessian" else nullcontext():
             try:
                 federation.forget({FORGETS: ff.Share(RATE)}, method)
             except ff.SiloError as error:
                 diverged = True
                 print(f"{name}: {error}", file=sys.stderr)
+            except Behind:
+                given_up = True
         line = {
             "dataset": self.arguments.dataset,
             "model": self.model,
             "optimizer": choice.name,
             "settings": dict(choice.settings),
             **key,
+            "judged_on": "validation" if stage == "grid" else "test",
             "device": self.device,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "rounds": rounds,
             "diverged": diverged,
+            "given_up": given_up,
             "accuracy": [record.accuracy for record in records],
             "seconds": list(accumulate(record.seconds for record in records)),
         }
         self.lines.append(line)
         self.write()
         rounds_made = first(line, self.target) or f"> {len(records)}"
-        best = max(line["accuracy"], default=math.nan)
-        print(f"{time.strftime('%X')} {stage} {name} {rate} B={batch} seed {seed}: {rounds_made}, best {best:.4f}",
+        highest = max(line["accuracy"], default=math.nan)
+        spent = line["seconds"][-1] if records else math.nan
+        print(f"{stage} {name} {rate} B={batch} seed {seed}: {rounds_made}, best {highest:.4f}, {spent:.1f} s",
               file=sys.stderr, flush=True)  # fmt: skip
         return line
 
-    def choice(self, name: str, rate: float | None, batch: int, rounds: int) -> ff.Choice:
+    def choice(self, name: str, rate: float | None, batch: int, rounds: int, samples: int) -> ff.Choice:
         """The optimizer of a run; the default is named alone, with no setting."""
         if name == DEFAULT:
             chosen = ff.RapidRetrain().optimizer
@@ -157,8 +208,7 @@ class Bench:
         entry = ENTRIES[name]
         settings: dict[str, Any] = {"lr": rate, **dict(entry.settings)}
         if entry.optimizer == "adam-decay":
-            assert self.dataset.pool is not None
-            settings["steps"] = rounds * math.ceil(len(self.dataset.pool) / SILOS / batch)
+            settings["steps"] = rounds * math.ceil(samples / SILOS / batch)
         return ff.Choice(entry.optimizer, settings)
 
     def write(self) -> None:
@@ -170,17 +220,22 @@ class Bench:
 
     def best_rate(self, name: str, batch: int, rounds: int) -> float:
         """The best rate of the grid, which grows while the best lies at its edge."""
-        rates = sorted(ENTRIES[name].rates)
+        rates = list(ENTRIES[name].rates)
         if len(rates) == 1:
             return rates[0]
         for _ in range(WIDENINGS + 1):
-            scores = {rate: score(self.run("grid", name, rate, batch, 0, rounds), self.target) for rate in rates}
-            best = max(scores, key=lambda rate: scores[rate])
-            if best not in (rates[0], rates[-1]):
-                return best
-            rates = [below(best), *rates] if best == rates[0] else [*rates, above(best)]
-        print(f"{name}: the best rate, {best:g}, is still at the edge of its grid", file=sys.stderr)
-        return best
+            best: dict[str, Any] | None = None
+            for rate in rates:
+                line = self.run("grid", name, rate, batch, 0, rounds, best)
+                if best is None or score(line, self.target) > score(best, self.target):
+                    best = line
+            assert best is not None
+            found: float = best["learning_rate"]
+            if min(rates) < found < max(rates):
+                return found
+            rates.append(below(found) if found == min(rates) else above(found))
+        print(f"{name}: the best rate, {found:g}, is still at the edge of its grid", file=sys.stderr)
+        return found
 
 
 def above(rate: float) -> float:
@@ -217,8 +272,7 @@ def main() -> None:
     parser.add_argument("--dataset", choices=sorted(SETTINGS), default="digits")
     parser.add_argument("--data-dir", help="the folder of the datasets; default: $FEDFORGET_DATA")
     parser.add_argument("--until", type=float, help="the accuracy that ends a run; default: the last of the table's")
-    parser.add_argument("--optimizers", nargs="+", choices=sorted(ENTRIES), default=list(ENTRIES))
-    parser.add_argument("--rates", type=float, nargs="+", help="instead of each optimizer's grid; not widened")
+    parser.add_argument("--optimizers", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
     parser.add_argument("--batches", type=int, nargs="+", default=[2048, 256])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--most", type=int, default=200, help="rounds that the default may take")
@@ -237,12 +291,10 @@ def main() -> None:
     grid = arguments.batches[0]
     rates: dict[str, float] = {}
     for name in arguments.optimizers:
-        allowed = ENTRIES[name].allowance * needed[grid]
-        if arguments.rates:
-            made = [(bench.run("grid", name, rate, grid, 0, allowed), rate) for rate in arguments.rates]
-            rates[name] = max(made, key=lambda pair: score(pair[0], bench.target))[1]
-        else:
-            rates[name] = bench.best_rate(name, grid, allowed)
+        allowance = ENTRIES[name].allowance
+        # Its schedule belongs to a rate that decays; the others are compared over fewer rounds than they get.
+        allowed = allowance if ENTRIES[name].optimizer == "adam-decay" else min(allowance, GRID_ALLOWANCE)
+        rates[name] = bench.best_rate(name, grid, allowed * needed[grid])
     # Side by side: each seed's runs one after the other, so that whatever slows the machine slows all of them.
     for batch, seed in itertools.product(arguments.batches, arguments.seeds):
         for name in arguments.optimizers:
@@ -263,7 +315,7 @@ def mean(values: list[float | None]) -> str:
 def table(lines: list[dict[str, Any]], accuracies: list[float]) -> None:
     """Print a row for each optimizer and batch size: rounds and seconds to each accuracy, means over the seeds."""
     heads = " ".join(f"{f'{100 * wanted:g} %':>16}" for wanted in accuracies)
-    print(f"{'':<16} {'rate':>7} {'B':>5} {'seeds':>5} {heads}   rounds / seconds")
+    print(f"{'':<24} {'rate':>7} {'B':>5} {'seeds':>5} {heads}   rounds / seconds")
     groups = itertools.groupby(
         sorted(lines, key=lambda line: (-line["batch"], line["entry"], line["learning_rate"] or 0)),
         key=lambda line: (line["batch"], line["entry"], line["learning_rate"]),
@@ -279,7 +331,7 @@ def table(lines: list[dict[str, Any]], accuracies: list[float]) -> None:
             )
             cells.append(f"> {missed}" if missed else f"{mean(list(rounds))} / {mean(seconds)}")
         shown = "default" if rate is None else f"{rate:g}"
-        print(f"{name:<16} {shown:>7} {batch:>5} {len(runs):>5} " + " ".join(f"{cell:>16}" for cell in cells))
+        print(f"{name:<24} {shown:>7} {batch:>5} {len(runs):>5} " + " ".join(f"{cell:>16}" for cell in cells))
 
 
 def plot(lines: list[dict[str, Any]], arguments: argparse.Namespace) -> None:

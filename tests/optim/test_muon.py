@@ -93,8 +93,8 @@ def test_a_matrix_becomes_nearly_orthogonal_whatever_its_shape(shape: tuple[int,
     matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     expected = u @ torch.diag(polynomial(s / s.norm())) @ v
-    assert torch.allclose(orthogonal(matrix, 1024), expected, atol=1e-9)
-    assert torch.allclose(orthogonal(7 * matrix, 1024), expected, atol=1e-9)
+    assert torch.allclose(orthogonal([matrix], 1024)[0], expected, atol=1e-9)
+    assert torch.allclose(orthogonal([7 * matrix], 1024)[0], expected, atol=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,15 +102,24 @@ def test_a_matrix_becomes_nearly_orthogonal_whatever_its_shape(shape: tuple[int,
 def test_what_is_longer_than_a_slice_on_both_sides_is_cut_along_the_shorter(rows: int, columns: int, size: int) -> None:
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     flat = matrix if rows <= columns else matrix.T
-    parts = [orthogonal(part, 1024) for part in flat.chunk(math.ceil(len(flat) / size))]
+    parts = [orthogonal([part], 1024)[0] for part in flat.chunk(math.ceil(len(flat) / size))]
     assert all(len(part) <= size for part in parts)
     expected = torch.cat(parts) if rows <= columns else torch.cat(parts).T
-    assert torch.allclose(orthogonal(matrix, size), expected, atol=1e-12)
+    assert torch.allclose(orthogonal([matrix], size)[0], expected, atol=1e-12)
+
+
+def test_matrices_are_worked_on_together_as_each_alone() -> None:
+    shapes = [(3, 5), (5, 3), (4, 4), (3, 5), (9, 7), (7, 9), (1, 1)]
+    matrices = [torch.randn(shape, dtype=torch.float64) for shape in shapes] + [torch.randn(3, 5)]
+    for together, matrix in zip(orthogonal(matrices, 4), matrices, strict=True):
+        (alone,) = orthogonal([matrix], 4)
+        assert together.dtype == matrix.dtype
+        assert torch.allclose(together, alone, atol=1e-12 if matrix.dtype == torch.float64 else 1e-5)
 
 
 def test_a_gradient_of_zeros_moves_nothing() -> None:
-    assert torch.equal(orthogonal(torch.zeros(3, 4), 1024), torch.zeros(3, 4))
-    assert torch.isfinite(orthogonal(torch.full((3, 4), 1e-42), 1024)).all()
+    assert torch.equal(orthogonal([torch.zeros(3, 4)], 1024)[0], torch.zeros(3, 4))
+    assert torch.isfinite(orthogonal([torch.full((3, 4), 1e-42)], 1024)[0]).all()
 
 
 def test_embeddings_biases_and_norms_are_not_matrices() -> None:

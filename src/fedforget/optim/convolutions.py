@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedforget.optim import kernels
 from fedforget.optim.chunks import chunks, limit
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -69,9 +70,23 @@ def convolution_gradients(
 
 def _fastest(layer: Convolution, gradient: Tensor) -> Products:
     """The way to take the products: on a processor, each wins for some layers (the models of the benchmark)."""
+    if gradient.dtype != torch.float64 and kernels.run_on(gradient.device):
+        return products_in_registers
     if gradient.device.type != "cpu" or layer.weight.numel() * gradient[0, 0].numel() < SMALL:
         return _products_in_chunks
     return _products_in_groups if layer.weight.numel() <= SHARE // 8 else _products_by_sample
+
+
+def products_in_registers(layer: Convolution, _: Tensor, inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ share and Σ share²: a GPU's own kernel, which writes no share to memory."""
+    # Imported here: Triton comes with torch's builds for GPUs alone.
+    from fedforget.optim.convolution_kernel import sums_of_products
+
+    total, square = sums_of_products(
+        _padded(layer, inputs), gradient, layer.kernel_size, layer.stride, layer.dilation, layer.groups
+    )
+    # In the memory layout of the weight, without which the update could not take all tensors at once.
+    return torch.empty_like(layer.weight).copy_(total), torch.empty_like(layer.weight).copy_(square)
 
 
 def _products_in_groups(layer: Convolution, weight: Tensor, inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim.adam import adam
 
 # The odd quintics a·σ + b·σ³ + c·σ⁵ of three iterations, each the one that is nearest to 1 over the singular values
@@ -41,7 +42,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.1,
+        lr: float = 0.07,
         momentum: float = 0.9,
         adam_lr: float | None = None,
         slice_size: int = 1024,
@@ -73,6 +74,8 @@ class Muon(torch.optim.Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 given = {parameter: parameter.grad for parameter in group["params"] if parameter.grad is not None}
+                if not given:
+                    continue
                 if group["orthogonal"]:
                     self._step_matrices(group, given)
                 else:
@@ -151,29 +154,46 @@ def muon(
     slice_size: int,
 ) -> None:
     """One step, in place on the parameters and their momenta."""
-    for parameter, gradient, mean in zip(parameters, gradients, momenta, strict=True):
-        mean.lerp_(gradient, 1 - momentum)
-        ahead = gradient.lerp(mean, momentum).flatten(1)
-        rows, columns = ahead.shape
-        direction = orthogonal(ahead, slice_size).reshape(parameter.shape)
-        parameter.add_(direction, alpha=-lr * math.sqrt(max(1, rows / columns)))
+    torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
+    ahead = torch._foreach_lerp(list(gradients), list(momenta), momentum)
+    directions = orthogonal([matrix.flatten(1) for matrix in ahead], slice_size)
+    for parameter, direction in zip(parameters, directions, strict=True):
+        rows, columns = direction.shape
+        parameter.add_(direction.view(parameter.shape), alpha=-lr * math.sqrt(max(1, rows / columns)))
 
 
-def orthogonal(matrix: Tensor, slice_size: int) -> Tensor:
-    """A matrix near U Vᵀ of U S Vᵀ; in slices where both of its sides are longer than `slice_size`."""
-    if matrix.shape[0] > matrix.shape[1]:
-        return orthogonal(matrix.T, slice_size).T
-    slices = -(-matrix.shape[0] // slice_size)
-    # A GPU multiplies half-precision matrices many times faster, and the polynomials forgive the rounding.
-    dtype = torch.bfloat16 if matrix.is_cuda and matrix.dtype == torch.float32 else matrix.dtype
-    parts = [_polar(part.to(dtype)) for part in matrix.chunk(slices)]
-    return torch.cat(parts).to(matrix.dtype)
+def orthogonal(matrices: Sequence[Tensor], slice_size: int) -> list[Tensor]:
+    """Of each U S Vᵀ a matrix near U Vᵀ; in slices where both of its sides are longer than `slice_size`."""
+    results: list[Tensor] = list(matrices)
+    alike: dict[tuple[int, int, int, torch.dtype, torch.device], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        short, long = sorted(matrix.shape)
+        alike.setdefault((short, long, -(-short // slice_size), matrix.dtype, matrix.device), []).append(index)
+    for (short, long, slices, dtype, device), indices in alike.items():
+        # Matrices of one shape are worked on together: a GPU is faster at that than each is launched.
+        batch = torch.stack([_lying(matrices[index]) for index in indices])
+        # A GPU multiplies half-precision matrices many times faster, and the polynomials forgive the rounding.
+        batch = batch.to(torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype)
+        rows = -(-short // slices)
+        if missing := slices * rows - short:
+            # Rows of zeros fill the last slice: they stay zeros, and leave the others as they are.
+            batch = functional.pad(batch, (0, 0, 0, missing))
+        made = _polar(batch.view(-1, rows, long)).view(batch.shape)[:, :short].to(dtype)
+        for index, one in zip(indices, made.unbind(), strict=True):
+            results[index] = one if one.shape == matrices[index].shape else one.T
+    return [result.contiguous() for result in results]
 
 
-def _polar(matrix: Tensor) -> Tensor:
+def _lying(matrix: Tensor) -> Tensor:
+    """The matrix or its transpose, whichever has no more rows than columns."""
+    return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+def _polar(matrices: Tensor) -> Tensor:
     # The Frobenius norm bounds the largest singular value; a gradient of zeros stays zeros.
-    matrix = matrix / matrix.norm().clamp(min=torch.finfo(matrix.dtype).tiny)
+    norms = matrices.norm(dim=(1, 2), keepdim=True)
+    matrices = matrices / norms.clamp(min=torch.finfo(matrices.dtype).tiny)
     for a, b, c in QUINTICS:
-        gram = matrix @ matrix.T
-        matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
-    return matrix
+        gram = matrices @ matrices.mT
+        matrices = torch.baddbmm(matrices, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrices, beta=a)
+    return matrices
