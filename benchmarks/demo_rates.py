@@ -21,7 +21,7 @@ WANTED = 0.93
 GRID = {
     "sgd": [{"lr": rate} for rate in (0.03, 0.1, 0.3, 1.0, 3.0)],
     "adam": [{"lr": rate} for rate in (0.003, 0.01, 0.03, 0.1, 0.3)],
-    "muon": [{"lr": rate} for rate in (0.025, 0.05, 0.1, 0.2, 0.4)],
+    "muon": [{"lr": rate} for rate in (0.025, 0.05, 0.07, 0.1, 0.2, 0.4)],
     "diagonal-fisher": [{"lr": rate, "block_size": 3} for rate in (0.0003, 0.001, 0.003, 0.01, 0.03)],
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedforget import runs
 from fedforget.runs import RunFolder
 from tests.commands import TRAIN, contents, done, fedforget, refused
 
@@ -103,7 +105,10 @@ DELETIONS: list[tuple[tuple[object, ...], str]] = [
     ((*ONE, "--optimizer-setting", "speed"), "setting 'speed' is not of the form NAME=VALUE"),
     ((*ONE, "--rounds", 0), "rounds is 0: it must be a whole number of at least 1"),
     ((*ONE, "--target-accuracy", 95), "target_accuracy is 95.0: it must lie in (0, 1]"),
+    ((*ONE, "--target-accuracy", "nan"), "target_accuracy is nan: it must be a finite number"),
     ((*ONE, "--device", "abacus"), "device 'abacus' cannot be used here"),
+    ((*ONE, "--device", "meta"), "device 'meta' cannot be used here"),
+    (("--silo", "silo-1", "--ids", "a-1.b_2, 5 b"), "holds no sample with id '5 b', a-1.b_2: nothing was deleted"),
     ((*ONE, "--quickly"), "No such option: --quickly; see fedforget forget --help"),
 ]
 
@@ -141,6 +146,14 @@ def test_an_empty_or_binary_file_of_ids(run: Path) -> None:
     assert "ids.txt cannot be read" in refused(run, "forget", run, "--silo", "silo-1", "--ids-file", "ids.txt")
 
 
+def test_a_byte_order_mark_is_no_part_of_an_id_or_a_request(run: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    Path("ids.txt").write_bytes(mark + b"9999\n")
+    Path("request.json").write_bytes(mark + b'{"silo-1": [9999]}')
+    for options in (("--silo", "silo-1", "--ids-file", "ids.txt"), ("--request", "request.json")):
+        assert "silo silo-1 holds no sample with id 9999: nothing" in refused(run, "forget", run, *options)
+
+
 def test_what_was_deleted_before_has_no_effect(run: Path) -> None:
     done("forget", run, "--silo", "silo-1", "--ids", "3,17")
     before = contents(run)
@@ -163,6 +176,7 @@ def test_a_retraining_that_diverges_keeps_the_deletion_and_what_is_served(run: P
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
     assert "silo silo-0, round 1: training diverged" in outcome.err
     assert "the deletion is kept, and release 1 served" in outcome.err
+    assert "mend the cause and forget again without naming samples" in outcome.err
     assert done("releases", run, "--json").json["unfinished"] is True
     assert done("forget", run, "--method", "retrain", "--lr", 0.1, "--json").json["deleted"] == {"silo-1": 1}
 
@@ -193,14 +207,19 @@ TRAININGS: list[tuple[tuple[object, ...], str]] = [
     (("--optimizer", "own:three"), "optimizer own:three"),
     (("--optimizer-setting", "speed=9"), "'speed'"),
     (("--optimizer-setting", "momentum=2"), "momentum is 2: it must lie in [0, 1)"),
-    (("--optimizer-setting", "momentum=high"), "momentum=high"),
+    (("--optimizer-setting", "momentum=high"), "momentum is 'high': it must be a number"),
+    (("--optimizer-setting", "lr=fast"), "lr is 'fast': it must be a number"),
+    (("--optimizer", "adam", "--optimizer-setting", "beta1=[1]"), "{'beta1': [1]}: it must be a table of numbers"),
+    (("--optimizer", "adam", "--optimizer-setting", "eps=true"), "eps is True: it must be a number"),
+    (("--optimizer", "diagonal-fisher", "--optimizer-setting", "beta1=high"), "beta1 is 'high': it must be a number"),
+    (("--optimizer", "diagonal-fisher", "--optimizer-setting", "lr=fast"), "lr is 'fast': it must be a number"),
     (("--optimizer", "diagonal-fisher", "--optimizer-setting", "block_size=1.5"), "block_size is 1.5"),
     (("--lr", -1), "lr is -1.0: it must be greater than 0"),
     (("--lr", "inf"), "lr is inf: it must be a finite number"),
     (("--lr", "fast"), "Invalid value for '--lr'"),
     (("--aggregation", "magic"), "aggregation 'magic' is unknown: use fedavg, median, trimmed-mean"),
-    (("--aggregation", "trimmed-mean", "--aggregation-setting", "trim=0.9"), "trim is 0.9, it must lie in [0, 0.5)"),
-    (("--aggregation", "trimmed-mean", "--aggregation-setting", "trim=much"), "trim=much"),
+    (("--aggregation", "trimmed-mean", "--aggregation-setting", "trim=0.9"), "trim is 0.9, it must be a number in"),
+    (("--aggregation", "trimmed-mean", "--aggregation-setting", "trim=much"), "trim is 'much', it must be a number"),
     (("--aggregation-setting", "trim=0.1"), "'trim'"),
     (("--partition", "magic"), "'magic' is not one of 'even', 'dirichlet', 'shards', 'sites'"),
     (("--partition", "sites"), "digits has no sites"),
@@ -238,8 +257,10 @@ TRAININGS: list[tuple[tuple[object, ...], str]] = [
 def test_trainings(here: Path, options: tuple[object, ...], reason: str) -> None:
     (here / "run").mkdir()
     assert reason in refused(here / "run", "train", "--rounds", 1, "--out", "run", *options)
-    # What was mistyped does not stand in the way of what was meant.
-    assert set(contents(here / "run")) == set()
+    # What was mistyped does not stand in the way of what was meant: the folder is as it was found.
+    assert list((here / "run").iterdir()) == []
+    refused(here / "new", "train", "--rounds", 1, "--out", "new/run", *options)
+    assert not (here / "new").exists()
 
 
 def test_a_refused_training_does_not_fix_the_federation(here: Path) -> None:
@@ -257,6 +278,7 @@ TABLES: list[tuple[str, str]] = [
     ("rounds = true", "bad.toml: rounds is True: it must be a whole number"),
     ("silos = 2.5", "silos is 2.5: it must be a whole number"),
     ("lr = 'fast'", "lr is 'fast': it must be a finite number"),
+    ("[optimizer]\nlr = '0.1'", "lr is '0.1': it must be a number"),
     ("l2 = nan", "l2 is nan: it must be a finite number"),
     ("missing = 3", "missing is 3: it must be a list of texts"),
     ("erase = 'yes'", "erase is 'yes': it must be true or false"),
@@ -282,6 +304,13 @@ def test_a_loss_that_is_no_number_names_silo_and_round(here: Path) -> None:
     assert outcome.err.startswith("fedforget: silo silo-0, round 1: training diverged")
     assert "lower the learning rate" in outcome.err
     assert RunFolder(here / "run").versions() == []
+    told = "The last training failed: train again by another plan, as with a smaller --lr.\n"
+    assert done("releases", "run").out == told
+    # What is refused there changes nothing.
+    for options in ((), ("--lr", 0.1)):
+        assert "no model is released yet: train first" in refused(here / "run", "forget", "run", *ONE, *options)
+    assert "lr is -1.0" in refused(here / "run", "train", *TRAIN[:-1], -1, "--out", "run")
+    assert done("releases", "run").out == told
     # A better plan goes on in the same folder.
     assert done("train", *TRAIN, "--out", "run", "--json").json["release"] == 1
 
@@ -304,6 +333,13 @@ def test_csv_files(here: Path, name: str, content: str, reason: str) -> None:
     assert reason in refused(here, "train", *options, "--out", "run")
 
 
+def test_names_that_file_systems_write_in_different_ways(here: Path) -> None:
+    (here / "sites").mkdir()
+    (here / "sites/Zürich.csv").write_text("x,y\n1,0\n2,1\n")
+    options = ("--dataset", "csv", "--data-dir", "sites", "--label-column", "y")
+    assert "use letters a to z or A to Z, digits" in refused(here, "train", *options, "--out", "run")
+
+
 def test_corrupt_data_files(here: Path) -> None:
     (here / "mnist").mkdir()
     for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
@@ -321,6 +357,10 @@ def test_data_that_went_away_after_training(here: Path) -> None:
     shutil.move(here / "sites", here / "elsewhere")
     for command in (("forget", "run", "--silo", "a", "--ids", "1"), ("verify", "run")):
         assert "sites is missing" in refused(here / "run", *command)
+    (here / "sites").mkdir()
+    (here / "sites/b.csv").write_text("id,x,y\n" + rows)
+    reason = refused(here / "run", "verify", "run")
+    assert "(not the same: silos; missing: a; new: b): give it the data that it was made with, or choose" in reason
 
 
 # --- predicting -------------------------------------------------------------------------------------------------------
@@ -329,14 +369,15 @@ def test_data_that_went_away_after_training(here: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (np.zeros((3, 8, 8)), "shape (3, 8, 8); the model takes one sample of shape (1, 8, 8), or n of them"),
+        (np.zeros((3, 8, 9)), "shape (3, 8, 9); the model takes one sample of shape (1, 8, 8), or n of them"),
+        (np.zeros((2, 3, 8, 8)), "(n, 1, 8, 8); the one channel may be left out"),
         (np.float64(3), "holds an array of shape ()"),
         (np.zeros((2, 1, 8, 9)), "holds an array of shape (2, 1, 8, 9)"),
         (np.array(["a"]), "holds <U1, not one array of numbers"),
         (np.zeros((1, 8, 8), dtype=complex), "holds complex128, not one array of numbers"),
         (np.full((1, 8, 8), np.nan), "sample 0 holds values that are missing or not finite"),
     ],
-    ids=["no-channel", "a-number", "too-wide", "text", "complex", "nan"],
+    ids=["another-shape", "channels", "a-number", "too-wide", "text", "complex", "nan"],
 )
 def test_arrays(run: Path, values: Any, reason: str) -> None:
     np.save("x.npy", values)
@@ -384,7 +425,19 @@ def test_a_folder_that_cannot_be_written(here: Path, folder: str) -> None:
     # Root may write everywhere, but not below a file, nor into what the kernel makes up.
     (here / "file").write_text("a file")
     for command in (("train", *TRAIN), ("demo",)):
-        assert f"run folder {folder}: " in refused(here, *command, "--out", folder)
+        reason = refused(here, *command, "--out", folder)
+        assert f"run folder {folder}: " in reason
+        assert "see that you may read and write there, or choose another folder" in reason
+        assert reason.count(folder) == 1
+
+
+def test_a_full_disk_is_told_with_the_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Path, __: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "run/run.partial")
+
+    monkeypatch.setattr(runs, "_write", full)
+    reason = refused(here, "train", *TRAIN, "--out", "run")
+    assert reason == "run folder run: No space left on device (run.partial): make room, or choose another folder"
 
 
 @pytest.mark.parametrize("command", ALL, ids=lambda command: command[0])
@@ -399,7 +452,8 @@ def test_another_federation_or_plan(run: Path) -> None:
     folder = Path("run")
     assert "by another plan (not the same: optimizer)" in refused(folder, "train", *TRAIN[:-1], 0.3, "--out", "run")
     assert "not the same: model" in refused(folder, "train", *TRAIN, "--model", "mlp", "--out", "run")
-    assert "not the same: origin, silos" in refused(folder, "train", *TRAIN, "--silos", 4, "--out", "run")
+    reason = refused(folder, "train", *TRAIN, "--silos", 4, "--out", "run")
+    assert "not the same: origin, silos; new: silo-3" in reason
     assert "demo" not in contents(folder)
     assert "another federation" in refused(folder, "demo", "--out", "run")
 
@@ -466,6 +520,32 @@ def test_damaged_files_are_named(
         reason = refused(run, *command)
         assert f"{name} is damaged: " in reason, command
         assert "restore it from a backup" in reason, command
+
+
+def test_a_torn_archive_is_told_in_one_sentence(run: Path) -> None:
+    np.save("x.npy", np.zeros((1, 8, 8)))
+    path = run / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-50])
+    reason = refused(run, *PREDICT)
+    assert reason.count(". ") == 0
+    assert reason.startswith(f"run/{WEIGHTS} is damaged: ")
+
+
+@pytest.mark.parametrize("lost", ["releases/1", "releases/1/release.json", "releases/2", "releases"])
+def test_lost_releases(run: Path, lost: str) -> None:
+    np.save("x.npy", np.zeros((1, 8, 8)))
+    done(*FORGET)
+    path = run / lost
+    path.unlink() if path.suffix else shutil.rmtree(path)
+    wanted = f"run/{lost} is missing: " if lost.startswith("releases/1") else "run/releases has lost something: "
+    for command in (FORGET, ("forget", "run", "--silo", "silo-0", "--ids", "1"), VERIFY, ALL[-1]):
+        reason = refused(run, *command)
+        assert wanted in reason, command
+        assert reason.endswith("restore it from a backup"), command
+    if lost.startswith("releases/1"):
+        assert wanted in refused(run, *RELEASES)
+        # What is served is whole.
+        done(*PREDICT)
 
 
 def test_unfinished_work_by_a_method_that_is_not_there(run: Path) -> None:

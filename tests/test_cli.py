@@ -218,6 +218,46 @@ def test_csv_sites_with_erasure(here: Path) -> None:
     os.chdir(here)
 
 
+def test_a_class_whose_last_sample_was_erased_stays_a_class(here: Path) -> None:
+    (here / "sites").mkdir()
+    for site in ("north", "south"):
+        rows = [f"{number},{number % 7},{number % 2}" for number in range(40)]
+        (here / f"sites/{site}.csv").write_text("\n".join(["id,x,y", *rows, *(["40,3,9"] * (site == "south"))]) + "\n")
+    options = ("--dataset", "csv", "--data-dir", "sites", "--label-column", "y", "--id-column", "id", "--erase")
+    train = ("train", *options, "--rounds", 2, "--out", "RUN")
+    done(*train)
+    done("forget", "RUN", "--silo", "south", "--ids", "40")
+    assert done(*train, "--json").json["changed"] is False
+    assert RunFolder.open(here / "RUN").release(2).classes == ("0", "1", "9")
+    # Whoever reads the files in another way is told so, and not held to the classes of this one.
+    for other in (("--missing", "6"), ("--label-threshold", 0)):
+        assert "not the same: classes, origin" in refused(here / "RUN", *train, *other)
+
+
+def test_a_site_that_left_keeps_its_file(here: Path) -> None:
+    (here / "sites").mkdir()
+    for site in ("north", "south"):
+        rows = [f"{number},{number % 7},{number % 2}" for number in range(40)]
+        (here / f"sites/{site}.csv").write_text("\n".join(["id,x,y", *rows]) + "\n")
+    options = ("--dataset", "csv", "--data-dir", "sites", "--label-column", "y", "--id-column", "id", "--erase")
+    done("train", *options, "--rounds", 1, "--out", "RUN")
+    done("forget", "RUN", "--silo", "north", "--whole-silo")
+    assert (here / "sites/north.csv").read_text() == "id,x,y\n"
+    assert done("verify", "RUN", "--json").json["bit_identical"] is True
+
+
+def test_the_one_channel_of_an_image_may_be_left_out(run: Path, here: Path) -> None:
+    images = load_digits().images[:3]
+    answers = []
+    for values in (images[:, None], images, images[0][None], images[0]):
+        np.save("x.npy", values)
+        answers.append(done("predict", run, "--input", "x.npy", "--json").json["probabilities"])
+    assert answers[0] == answers[1]
+    assert answers[2] == answers[3]
+    assert len(answers[2]) == 1
+    assert answers[2][0] == pytest.approx(answers[0][0])
+
+
 def test_sets_of_samples(run: Path, here: Path) -> None:
     (here / "ids.txt").write_text("3\n17\n\n99\n")
     forgot = done("forget", run, "--silo", "silo-0", "--ids-file", "ids.txt", "--method", "retrain", "--json").json

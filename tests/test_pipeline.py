@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import gc
 import shutil
@@ -19,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 import fedforget as ff
 from fedforget.data.tombstones import Tombstones
+from fedforget.engine import Engine
 from fedforget.federation import training
 from fedforget.federation.randomness import held_out
 from fedforget.types import SampleId, Samples, State
@@ -426,11 +428,79 @@ def test_a_deletion_through_a_second_federation_is_seen_by_the_first(tmp_path: P
     assert release.record.digest == never.train(FISHER.plan(PLAN)).record.digest
 
 
+def test_a_lock_that_was_removed_by_its_holder_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = small.federation(DATA, tmp_path / "run")
+    flock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        # Between opening and locking, the process that held it was refused, and left the folder as it had found it.
+        (tmp_path / "run/lock").unlink()
+        flock(file, how)
+
+    with monkeypatch.context() as raced:
+        raced.setattr(fcntl, "flock", late)
+        with pytest.raises(ff.RunFolderError, match="another process is working"):
+            federation.train(PLAN)
+    assert federation.train(PLAN).version == 1
+
+
 def test_two_at_once_are_kept_apart(tmp_path: Path) -> None:
     federation = trained(tmp_path / "run")
     with federation.folder.locked(), pytest.raises(ff.RunFolderError, match="another process is working"):
         federation.forget({"silo-0": [1]}, FISHER)
     assert_unchanged(federation)
+
+
+class KilledError(Exception):
+    pass
+
+
+def killed_before_deleting(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+    def stop(*_: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Engine, "delete", stop)
+        with pytest.raises(KilledError):
+            action()
+
+
+def test_rows_that_arrive_while_a_whole_silo_waits_to_be_deleted_are_new_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = stored()
+    federation = small.federation(data, tmp_path / "run")
+    federation.train(PLAN)
+    killed_before_deleting(monkeypatch, lambda: federation.forget({"silo-1": "all"}, FISHER))
+    data["silo-1"].rows[99] = (torch.zeros(4), torch.tensor(0))
+    again = small.federation(data, tmp_path / "run")
+    assert dict(again.forget().deleted) == {"silo-1": 9}
+    assert again.samples("silo-1").ids == (99,)
+    assert again.verify()
+    assert again.forget({"silo-1": [99]}).version == 3
+
+
+def test_a_release_is_not_verified_while_a_deletion_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = trained()
+    release = federation.release
+    with pytest.raises(ff.SiloError, match="diverged"):
+        federation.forget({"silo-0": [1]}, ff.Retrain(ff.Choice("sgd", {"lr": 1e38}), rounds=3))
+    with pytest.raises(ff.RunFolderError, match="a deletion is not finished here"):
+        release.verify()
+    assert federation.forget(method=FISHER).verify()
+
+
+@pytest.mark.parametrize("lost", ["1", "2"])
+def test_releases_that_are_lost_while_a_deletion_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    federation = trained(tmp_path / "run")
+    federation.forget({"silo-0": [1]}, FISHER)
+    killed_before_deleting(monkeypatch, lambda: federation.forget({"silo-1": [1]}, FISHER))
+    shutil.rmtree(tmp_path / "run/releases" / lost)
+    for action in (federation.forget, federation.verify, lambda: federation.forget({"silo-2": [1]})):
+        with pytest.raises(ff.RunFolderError, match=f"releases/{lost} is missing: restore it from a backup"):
+            action()
 
 
 # Verifying
@@ -503,8 +573,13 @@ def test_data_that_changed_since_is_told() -> None:
 def test_tombstones_that_the_releases_do_not_account_for_are_told() -> None:
     federation = trained()
     Tombstones(federation.folder.silo("silo-1")).add([7])
-    with pytest.raises(ff.FedforgetError, match="silo silo-1 has 1 tombstones, its releases account for 0 deletions"):
-        federation.verify()
+    actions = (federation.verify, federation.release.verify, lambda: federation.train(PLAN), federation.check)
+    for action in (*actions, lambda: federation.forget({"silo-0": [1]})):
+        with pytest.raises(
+            ff.RunFolderError, match=r"silo-1 has 1 tombstones, the releases account for 0 .*releases has"
+        ):
+            action()
+    assert len(federation.releases) == 1
 
 
 def test_a_release_of_another_environment_or_without_a_promise_is_not_verified() -> None:

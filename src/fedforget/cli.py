@@ -6,8 +6,9 @@ import json
 import math
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,7 @@ from fedforget.pipeline import Federation, served_release
 from fedforget.release import Release
 from fedforget.report import write_report
 from fedforget.runs import RunFolder
+from fedforget.streams import guarded_streams
 from fedforget.types import Plan, RoundRecord
 from fedforget.version import __version__
 from fedforget.work import Deletions, Share
@@ -42,6 +44,8 @@ errors = Console(stderr=True)
 
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C stopped, by which a shell's loop knows to stop too."""
+UNEXPECTED = 70
+"""The exit code of an error that nobody foresaw (EX_SOFTWARE of sysexits.h): Python's own 1 is verify's word."""
 
 
 def option(help_text: str, metavar: str | None = None, panel: str | None = None) -> Any:
@@ -207,6 +211,8 @@ def train(
             raise RunFolderError(
                 f"{out} is trained already by another plan (not the same: {differing}): choose another --out"
             )
+        if trained:
+            federation.check()
         unfinished = federation.folder.pending()
         # A training that was killed at its very end has its release, and only to be cleared away.
         release = federation.release if trained and not (unfinished and unfinished["plan"]) else federation.train(plan)
@@ -375,7 +381,7 @@ def verify(run: RunArgument, device: DeviceOption = "cpu", as_json: JsonOption =
 def releases(run: RunArgument, as_json: JsonOption = False) -> None:
     """List a run's releases: which is served, which are revoked."""
     folder = RunFolder.open(run)
-    records = [folder.release(version) for version in folder.versions()]
+    records = folder.releases()
     rows: list[dict[str, Any]] = [
         {
             "release": record.version,
@@ -391,13 +397,15 @@ def releases(run: RunArgument, as_json: JsonOption = False) -> None:
         }
         for record in records
     ]
-    unfinished = folder.pending() is not None
+    unfinished = folder.pending()
     if as_json:
-        print_json({"releases": rows, "unfinished": unfinished})
+        print_json({"releases": rows, "unfinished": unfinished is not None})
         return
     if rows:
         show(rows)
-    if unfinished:
+    if unfinished is not None and unfinished.get("failed"):
+        say("The last training failed: train again by another plan, as with a smaller --lr.")
+    elif unfinished is not None:
         say("Work is not finished here: run the same command again.")
 
 
@@ -438,7 +446,7 @@ def list_datasets(
 
 
 def samples_of(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
-    """The samples of a .npy file, for a model that takes samples of this shape."""
+    """The samples of a .npy file, for a model that takes samples of this shape, along the first axis."""
     try:
         values = np.load(path, allow_pickle=False)
     except FileNotFoundError as error:
@@ -448,13 +456,18 @@ def samples_of(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
         kind = values.dtype if isinstance(values, np.ndarray) else "several arrays"
         raise DataError(f"{path} holds {kind}, not one array of numbers: save it with numpy.save")
-    if values.shape not in (shape, (*values.shape[:1], *shape)):
+    # Grey images are often stored without their one channel.
+    bare = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
+    if values.shape in (shape, bare):
+        values = values[None]
+    elif values.shape[1:] not in (shape, bare):
         raise DataError(
             f"{path} holds an array of shape {values.shape}; the model takes one sample of shape {shape}, "
             f"or n of them along the first axis: {('n', *shape)}".replace("'n'", "n")
+            + ("; the one channel may be left out" if bare != shape else "")
         )
     # torch takes neither foreign byte orders nor all of numpy's widths; silos compute in single or double precision.
-    return torch.from_numpy(values.astype(np.float64))
+    return torch.from_numpy(values.astype(np.float64).reshape(len(values), *shape))
 
 
 def deletions(
@@ -497,7 +510,8 @@ def _listed(ids: str) -> list[str]:
 def _lines(path: Path | None) -> list[str]:
     assert path is not None
     try:
-        return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        # Spreadsheets and editors on Windows begin a text with a byte order mark.
+        return [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DeletionError(f"{path} cannot be read: {error}") from error
 
@@ -541,7 +555,9 @@ def chosen_method(
     plain = kind(**limits)
     if optimizer is None and lr is None and settings is None:
         return plain
-    original = next(record.plan for record in reversed(federation.releases) if record.method is None)
+    original = next((record.plan for record in reversed(federation.releases) if record.method is None), None)
+    if original is None:
+        raise RunFolderError("no model is released yet: train first")
     by_default = plain.plan(original).optimizer
     assert not isinstance(by_default, str), "a plan's optimizer is a Choice"
     same = optimizer in (None, by_default.name)
@@ -648,20 +664,29 @@ def main() -> None:
     """Run a command; an error that is the user's to mend is one line on stderr and exit code 2."""
     # Own models are found beside the user, as `python -m` would find them.
     sys.path.insert(0, str(Path.cwd()))
-    usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-    try:
-        code = typer.main.get_command(app).main(prog_name="fedforget", standalone_mode=False)
-    except FedforgetError as error:
-        code = told(str(error))
-    except (typer.Abort, KeyboardInterrupt):
-        code = INTERRUPTED
-    except Exception as error:
-        if not isinstance(error, usage_error):
-            raise
-        code = told(_usage(error))
+    with guarded_streams():
+        code = _ended()
     if code == INTERRUPTED:
         told("stopped; the same command goes on from here")
     sys.exit(code)
+
+
+def _ended() -> int | None:
+    """Run the command that was typed, and tell of its errors; its exit code."""
+    usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+    try:
+        code: int | None = typer.main.get_command(app).main(prog_name="fedforget", standalone_mode=False)
+        sys.stdout.flush()
+    except FedforgetError as error:
+        return told(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except Exception as error:
+        if isinstance(error, usage_error):
+            return told(_usage(error))
+        traceback.print_exc()
+        return UNEXPECTED
+    return code
 
 
 def _usage(error: Exception) -> str:
@@ -673,5 +698,7 @@ def _usage(error: Exception) -> str:
 
 def told(message: str) -> int:
     """Say what went wrong, in one line."""
-    sys.stderr.write(f"fedforget: {' '.join(message.split())}\n")
+    # Where nobody can be told, the exit code still says it.
+    with suppress(OSError):
+        sys.stderr.write(f"fedforget: {' '.join(message.split())}\n")
     return 2

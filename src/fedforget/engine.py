@@ -93,8 +93,7 @@ class Engine:
 
     def history(self) -> History:
         """The original training: the newest release that no way to unlearn made."""
-        records = [self.folder.release(version) for version in self.folder.versions()]
-        original = [record for record in records if record.method is None][-1]
+        original = [record for record in self.folder.releases() if record.method is None][-1]
         return History(original.plan, original.records)
 
     def release(self, version: int) -> Release:
@@ -170,7 +169,8 @@ class Engine:
         except SiloError as error:
             raise SiloError(
                 f"{error}; the deletion is kept, and release {work.version - 1} served, until a retraining succeeds: "
-                "forget again without naming samples, by another method, optimizer, learning rate or batch size"
+                "mend the cause and forget again without naming samples, or do that by another method, optimizer, "
+                "learning rate or batch size"
             ) from error
 
     def _publish(self, work: Work, method: Method | None, result: TrainingResult) -> None:

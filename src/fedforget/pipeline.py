@@ -30,7 +30,7 @@ from fedforget.methods import Method, RapidRetrain
 from fedforget.methods.method import settings_of
 from fedforget.reference import ReferenceJob, in_fresh_process
 from fedforget.release import Release, Verification
-from fedforget.runs import ReleaseRecord, RunFolder, whole
+from fedforget.runs import ReleaseRecord, RunFolder, missing, whole
 from fedforget.sources import Origin, Partition, by_site, open_origin, pooled, share_out
 from fedforget.types import Dataset, DataSource, Plan, Preprocessing, SampleId, Samples, State
 from fedforget.verify.distance import state_digest
@@ -145,7 +145,7 @@ class Federation:
     @classmethod
     def from_origin(cls, origin: Origin, model: str, **options: Unpack[Options]) -> Federation:
         """A federation over a named dataset, whose folder a command can open again."""
-        drawn, dataset, sources = open_origin(origin)
+        drawn, dataset, sources = open_origin(_with_noted_classes(origin, options.get("folder")))
         return cls._of(dataset, sources, model, drawn, options)
 
     @classmethod
@@ -191,7 +191,7 @@ class Federation:
     @property
     def releases(self) -> tuple[ReleaseRecord, ...]:
         """The records of all releases, oldest first; the last one is served, all others are revoked."""
-        return tuple(self.folder.release(version) for version in self.folder.versions())
+        return self.folder.releases()
 
     @property
     def release(self) -> Release:
@@ -223,17 +223,16 @@ class Federation:
         """Train and release a model; the same call goes on where a killed one stopped."""
         plan = self.completed(plan)
         with self.folder.locked():
-            self._check_tombstones()
+            self._check_nothing_lost()
             work, ended = self._unfinished()
             if ended is not None and ended.plan == plan:
                 return self._engine.release(ended.version)
-            if work is not None and work.failed and work.plan != plan:
-                self._engine.drop(work)
-                work = None
-            if work is None:
+            if work is None or (work.failed and work.plan != plan):
                 coordinator = self._engine.coordinator("check", plan)
                 coordinator.check(plan)
                 coordinator.count(plan)
+                if work is not None:
+                    self._engine.drop(work)
                 work = Work(version=len(self.folder.versions()) + 1, plan=plan)
                 self._engine.begin(work)
             elif work.plan is None:
@@ -258,11 +257,13 @@ class Federation:
         if method is not None and named_method(method_name(method), settings_of(method)) != method:
             raise PlanError(f"method {method_name(method)!r} is not found again by its name: define it in a module")
         with self.folder.locked():
-            self._check_tombstones()
+            self._check_nothing_lost()
             work, ended = self._unfinished(baseline=baseline)
             if work is not None and work.failed:
-                self._engine.drop(work)
+                # Its note is replaced, and what it left is wiped, once a deletion is begun and done.
                 work = None
+            if work is None and not self.releases:
+                raise RunFolderError("no model is released yet: train first")
             if work is not None and work.plan is not None:
                 raise RunFolderError("training is not finished here: run `train` again with the same plan first")
             asked = None if request is None else request_digest(request)
@@ -290,8 +291,6 @@ class Federation:
         self, work: Work | None, request: Deletions | None, method: Method | None, *, baseline: bool
     ) -> Release:
         """Begin a deletion; unfinished work is taken up in it: one retraining answers all requests."""
-        if not self.releases:
-            raise RunFolderError("no model is released yet: train first")
         served, original = self.releases[-1], self._engine.history().plan
         if method is None:
             method = RapidRetrain() if work is None else named_method(work.method or "", work.settings)
@@ -334,14 +333,20 @@ class Federation:
         Work that was begun is finished first.
         """
         with self.folder.locked():
-            self._check_tombstones()
+            self._check_nothing_lost()
             work = self._engine.pending()
             if work is not None and not work.failed:
                 self._engine.finish(work)
             return self._verify(self.release)
 
+    def check(self) -> None:
+        """Refuse a folder that has lost a release or tombstones, as everything that works in it does at its start."""
+        with self.folder.locked():
+            self._check_nothing_lost()
+
     def _check(self, release: Release) -> Verification:
         with self.folder.locked():
+            self._check_nothing_lost()
             return self._verify(release)
 
     def _verify(self, release: Release) -> Verification:
@@ -389,29 +394,31 @@ class Federation:
         remaining: dict[str, Samples] = {}
         for name, source in self._sources.items():
             tombstones = Tombstones(self.folder.silo(name))
-            accounted = self._accounted(name)
-            if tombstones.count() != accounted:
-                raise RunFolderError(
-                    f"silo {name} has {tombstones.count()} tombstones, its releases account for {accounted} deletions: "
-                    f"restore {self.folder.silo(name)} from a backup"
-                )
+            if tombstones.count() != _accounted(self.releases, name):
+                raise RunFolderError("a deletion is not finished here: finish it with `forget` first")
             samples = read_source(source)
             gone = tombstones.held(samples.ids)
             remaining[name] = samples.select([i for i, sample_id in enumerate(samples.ids) if sample_id not in gone])
         return remaining
 
-    def _accounted(self, name: str) -> int:
-        """How many samples of a silo were deleted for the releases so far."""
-        return sum(record.deleted.get(name, 0) for record in self.releases)
-
-    def _check_tombstones(self) -> None:
-        """Refuse to work where tombstones are lost: samples that were deleted would come back."""
+    def _check_nothing_lost(self) -> None:
+        """Refuse to work where tombstones are lost, with which deleted samples would come back, or releases are."""
+        records, work = self.releases, self._engine.pending()
+        if work is not None and work.version > len(records) + 1:
+            raise missing(self.folder.path / "releases" / str(len(records) + 1))
+        # Of a deletion that is not finished, some tombstones may be there, and some not yet.
+        under_way = work.deleted if work is not None and work.version > len(records) else {}
         for name in self.silos:
-            count, accounted = Tombstones(self.folder.silo(name)).count(), self._accounted(name)
+            count, accounted = Tombstones(self.folder.silo(name)).count(), _accounted(records, name)
             if count < accounted:
                 raise RunFolderError(
                     f"silo {name} has lost tombstones ({count} are left of {accounted}), so that deleted samples would "
                     f"come back: restore {self.folder.silo(name)} from a backup"
+                )
+            if count > accounted + under_way.get(name, 0):
+                raise RunFolderError(
+                    f"silo {name} has {count} tombstones, the releases account for {accounted} deletions: "
+                    f"{self.folder.path / 'releases'} has lost something: restore it from a backup"
                 )
 
     def _known(self, name: str) -> Silo:
@@ -420,8 +427,8 @@ class Federation:
             raise DeletionError(f"silo {name!r} is unknown: this federation has {shown}")
         return self._silos[name]
 
-    def _ids(self, request: Deletions, plan: Plan) -> dict[str, list[SampleId] | None]:
-        """The request as sample ids (None: all of a silo), each silo known and no list empty."""
+    def _ids(self, request: Deletions, plan: Plan) -> dict[str, list[SampleId]]:
+        """The request as sample ids, each silo known and no list empty."""
         if not request:
             raise DeletionError("no sample to delete was named")
         total = sum(self._engine.coordinator("count", plan).count(plan)[0].values())
@@ -442,7 +449,12 @@ def _plain(name: str, part: Any) -> Sequence[SampleId] | Share | Literal["all"]:
         raise DeletionError(f"silo {name}: {error}; give a list of sample ids, a share, or 'all'") from error
 
 
-def _ids_of(silo: Silo, part: Sequence[SampleId] | Share | str, plan: Plan, total: int) -> list[SampleId] | None:
+def _accounted(records: Sequence[ReleaseRecord], silo: str) -> int:
+    """How many samples of a silo were deleted for these releases."""
+    return sum(record.deleted.get(silo, 0) for record in records)
+
+
+def _ids_of(silo: Silo, part: Sequence[SampleId] | Share | str, plan: Plan, total: int) -> list[SampleId]:
     if isinstance(part, Share):
         if not 0 < part.rate <= 1:
             raise DeletionError(f"the share to delete is {part.rate}: it must lie in (0, 1]")
@@ -451,7 +463,8 @@ def _ids_of(silo: Silo, part: Sequence[SampleId] | Share | str, plan: Plan, tota
             raise DeletionError(f"a share of {part.rate} of {total} training samples is less than one sample")
         return list(silo.draw(plan, count))
     if isinstance(part, str):
-        return None
+        # By their ids: should the deletion be cut off, rows that arrive before it is finished are no part of it.
+        return list(silo.samples.ids)
     if not part:
         raise DeletionError(f"silo {silo.name}: the list of sample ids is empty")
     return list(part)
@@ -495,7 +508,23 @@ def _check_names(sources: Mapping[str, DataSource]) -> None:
         raise DataError("a federation needs at least one silo")
     for name in sources:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-            raise DataError(f"silo name {name!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
+            raise DataError(
+                f"silo name {name!r} cannot name a folder: use letters a to z or A to Z, digits, '.', '_' and '-', "
+                "at most 100, the first a letter or digit"
+            )
+
+
+def _with_noted_classes(origin: Origin, folder: Path | str | None) -> Origin:
+    """The origin with the classes that a run of the same CSV files noted: a deletion may have erased one's last row."""
+    if origin.dataset != "csv" or folder is None or not (Path(folder) / "run.json").exists():
+        return origin
+    noted = RunFolder.open(Path(folder)).description()["origin"]
+    if noted is None:
+        return origin
+    with whole(Path(folder) / "run.json"):
+        options = Origin.from_dict(noted).options
+        same = {**options, "classes": None} == {"classes": None, **origin.options}
+        return dataclasses.replace(origin, options=options) if same else origin
 
 
 def _named(model: ModelLike) -> tuple[str, Callable[..., nn.Module] | None]:
@@ -529,7 +558,7 @@ def _class_names(
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # "meta" makes tensors, but keeps no numbers
     except (RuntimeError, AssertionError) as error:
         raise PlanError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device

@@ -51,7 +51,7 @@ class Curve:
 
 def write_report(folder: RunFolder) -> Path:
     """Write the page anew from what the run's folder holds."""
-    records = [folder.release(version) for version in folder.versions()]
+    records = folder.releases()
     folder.write_text("report.html", page(folder, records))
     return folder.path / "report.html"
 

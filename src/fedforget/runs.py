@@ -12,6 +12,7 @@ Only the newest release holds weights: publishing one destroys those of every ol
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -19,7 +20,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from fedforget.types import Fit, Plan, RoundRecord, State
 FORMAT = 1
 DESCRIBED = frozenset({"model", "shape", "classes", "preprocessing", "holdout", "silos", "origin"})
 """What run.json says besides its format."""
+BEFORE_ANY_WORK = ("lock", "run.partial")
+"""What a folder may hold before it is a run's."""
 
 
 def records_as_data(records: tuple[RoundRecord, ...]) -> list[dict[str, Any]]:
@@ -126,7 +129,7 @@ class RunFolder:
         folder = RunFolder(path, json.loads(json.dumps({"format": FORMAT, **description})))
         with _told(path):
             present = list(path.iterdir()) if path.exists() else []
-        foreign = [entry.name for entry in present if entry.name not in ("lock", "run.partial")]
+        foreign = [entry.name for entry in present if entry.name not in BEFORE_ANY_WORK]
         if (path / "run.json").exists():
             folder._check_same()
         elif foreign:
@@ -137,23 +140,43 @@ class RunFolder:
         present, wanted = RunFolder.open(self.path).description(), self._planned or {}
         differing = sorted(name for name in wanted if present.get(name) != wanted[name])
         if differing:
+            silos = _silos_that_differ(present["silos"], wanted["silos"])
             raise RunFolderError(
-                f"{self.path} holds another federation (not the same: {', '.join(differing)}): choose another folder"
+                f"{self.path} holds another federation (not the same: {', '.join(differing)}{silos}): "
+                "give it the data that it was made with, or choose another folder"
             )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, no other process changes the run."""
+        """Inside, no other process changes the run; a new folder in which no work was begun is left as it was found."""
+        path = self.path / "lock"
         with _told(self.path):
+            made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             if self._planned is not None:
                 self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / "lock").open("w")
+            file = path.open("w")
         with file:
+            busy = f"another process is working on {self.path}: wait for it to end"
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise RunFolderError(f"another process is working on {self.path}: wait for it to end") from error
-            yield
+                raise RunFolderError(busy) from error
+            # One that was removed meanwhile keeps nobody out.
+            if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+                raise RunFolderError(busy)
+            try:
+                yield
+            finally:
+                if self._planned is not None and not (self.path / "run.json").exists():
+                    self._leave(made)
+
+    def _leave(self, made: list[Path]) -> None:
+        """Remove what was only there to begin work, and the folders that were made for it, the innermost first."""
+        with suppress(OSError):
+            for name in BEFORE_ANY_WORK:
+                (self.path / name).unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
 
     def silo(self, name: str) -> Path:
         """The folder of one silo's own, which the silo makes once it has something to keep."""
@@ -189,6 +212,14 @@ class RunFolder:
         names = [entry.name for entry in (self.path / "releases").glob("*") if entry.name.isdigit()]
         return sorted(int(name) for name in names)
 
+    def releases(self) -> tuple[ReleaseRecord, ...]:
+        """The records of all releases, oldest first; one that is missing among them was lost."""
+        versions = self.versions()
+        lost = sorted(set(range(1, max(versions, default=0))) - set(versions))
+        if lost:
+            raise missing(self.path / "releases" / str(lost[0]))
+        return tuple(self.release(version) for version in versions)
+
     def release(self, version: int) -> ReleaseRecord:
         """The record of a release."""
         name = f"releases/{version}/release.json"
@@ -209,7 +240,7 @@ class RunFolder:
         """A release's weights and the constants of its preprocessing."""
         path = self.path / "releases" / str(version) / "weights.pt"
         if not path.exists() and version == self.versions()[-1]:
-            raise RunFolderError(f"{path} is missing: restore it from a backup")
+            raise missing(path)
         if not path.exists():
             raise RunFolderError(
                 f"release {version} was revoked and its weights were destroyed: use the one that is served"
@@ -298,7 +329,10 @@ class RunFolder:
 
     def _object(self, name: str) -> dict[str, Any]:
         with _told(self.path), whole(self.path / name):
-            data = json.loads((self.path / name).read_text())
+            try:
+                data = json.loads((self.path / name).read_text())
+            except FileNotFoundError as error:
+                raise missing(self.path / name) from error
         if not isinstance(data, dict):
             raise damaged(self.path / name, "it holds no JSON object")
         return data
@@ -307,7 +341,16 @@ class RunFolder:
         try:
             return torch.load(path, weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
         except Exception as error:  # torch raises whatever its reader meets: pickle, zip and file errors alike
-            raise damaged(path, (str(error).splitlines() or [type(error).__name__])[0]) from error
+            # Its first sentence says what is wrong; the others are advice to programmers.
+            raise damaged(path, (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]) from error
+
+
+def _silos_that_differ(present: list[str], wanted: list[str]) -> str:
+    """Which silos are missing, and which are new, as a part of a message."""
+    parts = (("missing", set(present) - set(wanted)), ("new", set(wanted) - set(present)))
+    return "".join(
+        f"; {what}: {', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''}" for what, names in parts if names
+    )
 
 
 def _json(data: dict[str, Any]) -> bytes:
@@ -345,9 +388,12 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        place = Path(error.filename or path)
+        where = f" ({place.relative_to(path)})" if path in place.parents else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "make room" if full else "see that you may read and write there"
         raise RunFolderError(
-            f"run folder {path}: {error.strerror or error} ({error.filename or path}): "
-            "make room and leave to write there, or choose another folder"
+            f"run folder {path}: {error.strerror or error}{where}: {advice}, or choose another folder"
         ) from error
 
 
@@ -361,6 +407,11 @@ def whole(path: Path) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, FedforgetError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise damaged(path, reason) from error
+
+
+def missing(path: Path) -> RunFolderError:
+    """The error of a file or folder that was there and is lost."""
+    return RunFolderError(f"{path} is missing: restore it from a backup")
 
 
 def damaged(path: Path, reason: str) -> RunFolderError:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -18,6 +19,11 @@ from fedforget.errors import DataError, PlanError
 SampleId = int | str
 State = dict[str, Tensor]
 """A model's parameters and buffers by name, as `Module.state_dict` gives them."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a setting is a number: from a command line or a file it may be a text, or true."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def id_order(sample_id: SampleId) -> tuple[int, int, str]:

@@ -56,8 +56,8 @@ def test_what_ran_off_and_stands_still_is_stuck(losses: tuple[float, ...]) -> No
     ("before", "after"),
     [
         (ff.Choice("sgd", {"lr": 0.8, "momentum": 0.9}), ff.Choice("sgd", {"lr": 0.2, "momentum": 0.9})),
-        (ff.Choice("muon"), ff.Choice("muon", {"lr": 0.025})),
-        (ff.Choice("muon", {"adam_lr": 0.4}), ff.Choice("muon", {"lr": 0.025, "adam_lr": 0.1})),
+        (ff.Choice("muon"), ff.Choice("muon", {"lr": 0.07 / 4})),
+        (ff.Choice("muon", {"adam_lr": 0.4}), ff.Choice("muon", {"lr": 0.07 / 4, "adam_lr": 0.1})),
         (ff.Choice("torch.optim:SGD", {"lr": 4}), ff.Choice("torch.optim:SGD", {"lr": 1.0})),
     ],
 )

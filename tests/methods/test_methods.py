@@ -125,7 +125,7 @@ frozen = dataclass(frozen=True)
         (made(lambda kind: kind)(), "must be a frozen dataclass"),
         (made(dataclass)(), "must be a frozen dataclass"),
         (made(frozen, path=field(default=object()))(), "not plain data"),
-        (made(frozen, share=field(default=float("nan")))(), "not plain data"),
+        (made(frozen, share=field(default=float("nan")))(), "share is nan: it must be a finite number"),
         (made(frozen, steps=field(default=(1, 2)))(), "not the same once written and read again"),
     ],
 )

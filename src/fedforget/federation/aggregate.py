@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedforget.errors import PlanError
-from fedforget.types import State
+from fedforget.types import State, is_number
 
 Aggregation = Callable[..., State]
 
@@ -46,8 +46,8 @@ def median(states: Sequence[State], counts: Sequence[int]) -> State:  # noqa: AR
 
 def trimmed_mean(states: Sequence[State], counts: Sequence[int], trim: float = 0.1) -> State:  # noqa: ARG001
     """The coordinate-wise mean without the share `trim` of the lowest and of the highest values (Yin et al. 2018)."""
-    if not 0 <= trim < 0.5:
-        raise PlanError(f"aggregation trimmed-mean: trim is {trim}, it must lie in [0, 0.5)")
+    if not is_number(trim) or not 0 <= trim < 0.5:
+        raise PlanError(f"aggregation trimmed-mean: trim is {trim!r}, it must be a number in [0, 0.5)")
     return _combine(states, lambda tensors: _middle(tensors, int(trim * len(tensors))))
 
 

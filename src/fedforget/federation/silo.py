@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -188,7 +189,7 @@ class Silo:
         absent = {text: sample_id for text, sample_id in asked.items() if text not in held}
         unknown = sorted(set(absent) - {str(sample_id) for sample_id in self._tombstones.held(absent.values())})
         if unknown:
-            shown = ", ".join(unknown[:3]) + (", …" if len(unknown) > 3 else "")
+            shown = ", ".join(map(_shown, unknown[:3])) + (", …" if len(unknown) > 3 else "")
             raise DeletionError(f"silo {self.name} holds no sample with id {shown}: nothing was deleted")
         gone = {held[text] for text in asked if text in held}
         left = _without(self._samples, gone)
@@ -269,6 +270,11 @@ class Silo:
             raise
         except Exception as error:
             raise SiloError(f"silo {self.name}{where}: {type(error).__name__}: {error}") from error
+
+
+def _shown(sample_id: str) -> str:
+    """An id as a message shows it: one that could be misread, as with a space at its end, in quotes."""
+    return sample_id if re.fullmatch(r"[A-Za-z0-9._-]+", sample_id) else repr(sample_id)
 
 
 def _without(samples: Samples, gone: set[SampleId]) -> Samples:

@@ -81,7 +81,8 @@ def environment(device: torch.device) -> dict[str, str | int]:
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Inside, an accelerator's convolutions take the algorithms that give the same bits each time."""
-    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+    rounding = torch.backends.cudnn.allow_tf32  # `flags` would switch it on
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=rounding):
         yield
 
 

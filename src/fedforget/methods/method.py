@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -63,6 +64,9 @@ def settings_of(method: Method) -> dict[str, Any]:
     if dataclass_options is None or not dataclass_options.frozen:
         raise PlanError(f"method {method.name!r} must be a frozen dataclass of its settings")
     values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PlanError(f"{name} is {value}: it must be a finite number")
     settings = {
         name: {"name": value.name, "settings": dict(value.settings)} if isinstance(value, Choice) else value
         for name, value in values.items()

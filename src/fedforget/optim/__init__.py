@@ -11,6 +11,7 @@ from torch import nn
 
 from fedforget.optim.diagonal_fisher import DiagonalFisher
 from fedforget.optim.muon import Muon
+from fedforget.optim.settings import check_number
 from fedforget.types import Choice
 
 __all__ = ["BUILT_IN", "SGD", "Adam", "DiagonalFisher", "Muon"]
@@ -97,15 +98,18 @@ def _check_adam(lr: float, beta1: float, beta2: float, eps: float) -> None:
     _check_lr(lr)
     _check_share("beta1", beta1)
     _check_share("beta2", beta2)
+    check_number("eps", eps)
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps is {eps!r}: it must be 0 or more")
 
 
 def _check_lr(lr: float) -> None:
+    check_number("lr", lr)
     if not 0 < lr < math.inf:
         raise ValueError(f"lr is {lr!r}: it must be greater than 0")
 
 
 def _check_share(name: str, value: float) -> None:
+    check_number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} is {value!r}: it must lie in [0, 1)")
