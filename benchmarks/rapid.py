@@ -6,9 +6,9 @@ K = 10 silos, an even split, all of them in each round, one local epoch; one sil
 is measured is the training after it, from a fresh model. First the default of `rapid` runs on all seeds: the most
 rounds that it takes, N, set how many the others get. Then a grid of learning rates for each optimizer, at the first
 batch size on seed 0, trained on nine tenths of the training samples and judged on the other tenth; it grows while the
-best lies at its edge, and a rate that needs over twice the rounds of the best so far is given up. Then the best of each
-on all seeds and the test split, one after the other. Each run is a line of OUT/rapid.jsonl; lines that are there
-already are not made again, so a run of this program that was ended goes on where it stood.
+best lies at its edge, and a rate that needs over twice the rounds of the best so far is given up. Then the default and
+the best of each on all seeds and the test split; what is compared with one another, a seed's runs, is made in one go.
+Each run is a line of OUT/rapid.jsonl; what is there already is not made again, so this program goes on where it ended.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Entry:
     """How many times N the rounds are that it gets."""
 
 
+RULE_RATES = (0.001, 0.003, 0.01, 0.0003, 0.03)
 ENTRIES = {
     "Adam": Entry("adam", (0.001, 0.003, 0.01, 0.0003, 0.03), allowance=4),
     "Adam, decaying over 2 N": Entry("adam-decay", (0.01, 0.003, 0.03), allowance=2),
@@ -62,7 +63,9 @@ ENTRIES = {
     "momentum": Entry("sgd", (0.03, 0.1, 0.01, 0.003, 0.3), (("momentum", 0.9),)),
     "SGD": Entry("sgd", (0.3, 0.1, 1.0, 0.03, 0.01), allowance=10),
     "paper's SGD": Entry("sgd", (0.001,), allowance=10),
-    "paper's rule": Entry("diagonal-fisher", (0.003, 0.001, 0.01, 0.0003, 0.03)),
+    "paper's rule": Entry("diagonal-fisher", RULE_RATES),
+    "paper's rule, Γ every 4th step": Entry("diagonal-fisher", RULE_RATES, (("fisher_every", 4),)),
+    "paper's rule, Γ from an eighth": Entry("diagonal-fisher", RULE_RATES, (("fisher_share", 0.125),)),
     "Muon": Entry("muon", (0.07, 0.1, 0.05, 0.14, 0.035)),
     "AdaHessian": Entry("adahessian", (0.1, 0.3, 0.03, 0.01, 1.0), allowance=2),
     "K-FAC": Entry("kronecker-fisher", (0.1, 0.3, 0.03, 1.0), allowance=2),
@@ -99,7 +102,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         dataset = ff.datasets.load(arguments.dataset, arguments.data_dir)
-        self.datasets = {"grid": validating(dataset), "final": dataset}
+        self.datasets = {"first": dataset, "grid": validating(dataset), "final": dataset}
         self.model, accuracies = SETTINGS[arguments.dataset]
         self.target = accuracies[-1] if arguments.until is None else arguments.until
         self.path: Path = arguments.out / "rapid.jsonl"
@@ -211,6 +214,12 @@ class Bench:
             settings["steps"] = rounds * math.ceil(samples / SILOS / batch)
         return ff.Choice(entry.optimizer, settings)
 
+    def drop_unless_whole(self, batch: int, seed: int, names: list[str]) -> None:
+        """Forget a seed's final runs where some are missing: they must be made in one go, on one machine."""
+        group = [line for line in self.lines if (line["stage"], line["batch"], line["seed"]) == ("final", batch, seed)]
+        if not {*names} <= {line["entry"] for line in group}:
+            self.lines = [line for line in self.lines if line not in group]
+
     def write(self) -> None:
         """Write all lines, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -273,6 +282,7 @@ def main() -> None:
     parser.add_argument("--data-dir", help="the folder of the datasets; default: $FEDFORGET_DATA")
     parser.add_argument("--until", type=float, help="the accuracy that ends a run; default: the last of the table's")
     parser.add_argument("--optimizers", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
+    parser.add_argument("--grid-only", action="store_true", help="choose the rates, make no final runs")
     parser.add_argument("--batches", type=int, nargs="+", default=[2048, 256])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--most", type=int, default=200, help="rounds that the default may take")
@@ -286,19 +296,25 @@ def main() -> None:
     bench = Bench(arguments)
     needed: dict[int, int] = {}
     for batch in arguments.batches:
-        lines = [bench.run("final", DEFAULT, None, batch, seed, arguments.most) for seed in arguments.seeds]
+        lines = [bench.run("first", DEFAULT, None, batch, seed, arguments.most) for seed in arguments.seeds]
         needed[batch] = max(first(line, bench.target) or arguments.most for line in lines)
     grid = arguments.batches[0]
-    rates: dict[str, float] = {}
+    rates: dict[str, float | None] = {}
     for name in arguments.optimizers:
         allowance = ENTRIES[name].allowance
         # Its schedule belongs to a rate that decays; the others are compared over fewer rounds than they get.
         allowed = allowance if ENTRIES[name].optimizer == "adam-decay" else min(allowance, GRID_ALLOWANCE)
         rates[name] = bench.best_rate(name, grid, allowed * needed[grid])
+    names = [DEFAULT, *arguments.optimizers]
+    rates[DEFAULT] = None
+    if arguments.grid_only:
+        return
     # Side by side: each seed's runs one after the other, so that whatever slows the machine slows all of them.
     for batch, seed in itertools.product(arguments.batches, arguments.seeds):
-        for name in arguments.optimizers:
-            bench.run("final", name, rates[name], batch, seed, ENTRIES[name].allowance * needed[batch])
+        bench.drop_unless_whole(batch, seed, names)
+        for name in names:
+            allowed = arguments.most if name == DEFAULT else ENTRIES[name].allowance * needed[batch]
+            bench.run("final", name, rates[name], batch, seed, allowed)
     finals = [line for line in bench.lines if line["stage"] == "final"]
     accuracies = sorted({value for value in SETTINGS[arguments.dataset][1] if value <= bench.target} | {bench.target})
     table(finals, accuracies)
