@@ -22,7 +22,11 @@ GRID = {
     "sgd": [{"lr": rate} for rate in (0.03, 0.1, 0.3, 1.0, 3.0)],
     "adam": [{"lr": rate} for rate in (0.003, 0.01, 0.03, 0.1, 0.3)],
     "muon": [{"lr": rate} for rate in (0.025, 0.05, 0.07, 0.1, 0.2, 0.4)],
-    "diagonal-fisher": [{"lr": rate, "block_size": 3} for rate in (0.0003, 0.001, 0.003, 0.01, 0.03)],
+    "diagonal-fisher": [
+        *({"lr": rate, "eps": eps} for eps in (1e-8, 1e-3, 3e-3, 1e-2) for rate in (0.001, 0.003, 0.01, 0.03, 0.1)),
+        *({"lr": 0.01, "eps": eps, "fisher_every": 4} for eps in (1e-8, 3e-3)),
+        *({"lr": 0.01, "eps": eps, "fisher_share": 0.25} for eps in (1e-8, 3e-3)),
+    ],
 }
 
 

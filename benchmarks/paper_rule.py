@@ -3,8 +3,8 @@
     python benchmarks/paper_rule.py --dataset mnist --data-dir DATA --device cuda --out benchmarks/results
 
 The setting is the paper's: K = 10 silos, an even split, all of them in each round, one local epoch, B = 2048. Each
-combination of rate, block size, cheaper Γ and seed is a run, and a line of OUT/paper_rule_DATASET.jsonl; runs that the
-file has already are not made again.
+combination of rate, damping, block size, cheaper Γ and seed is a run, and a line of OUT/paper_rule_DATASET.jsonl; runs
+that the file has already are not made again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTINGS = {
     "digits": ("mlp", (0.85, 0.90, 0.95)),
 }
 BATCH = 2048
-CELL = ("learning_rate", "block_size", "fisher_every", "fisher_share", "seed")
+CELL = ("learning_rate", "eps", "block_size", "fisher_every", "fisher_share", "seed")
 FORGETS, RATE = "silo-3", 0.02
 
 
@@ -42,7 +42,9 @@ def channels_last(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
     return model
 
 
-def run(arguments: argparse.Namespace, rate: float, block: int, every: int, share: float, seed: int) -> dict[str, Any]:
+def run(
+    arguments: argparse.Namespace, rate: float, eps: float, block: int, every: int, share: float, seed: int
+) -> dict[str, Any]:
     """Train a round, delete, retrain by the paper's rule: what is measured is the retraining."""
     model, _ = SETTINGS[arguments.dataset]
     federation = ff.Federation.split_evenly(
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace, rate: float, block: int, every: int, shar
     )
     # The model before does not enter the one after, so one round of it is enough here.
     federation.train(ff.Plan(rounds=1, batch_size=BATCH, optimizer=ff.optim.SGD(lr=0.001), seed=seed))
-    settings = {"lr": rate, "block_size": block, "fisher_every": every, "fisher_share": share}
+    settings = {"lr": rate, "eps": eps, "block_size": block, "fisher_every": every, "fisher_share": share}
     optimizer = ff.Choice("diagonal-fisher", settings)
     method = ff.RapidRetrain(optimizer, rounds=arguments.rounds, target_accuracy=arguments.until)
     release = federation.forget({FORGETS: ff.Share(RATE)}, method)
@@ -64,6 +66,7 @@ def run(arguments: argparse.Namespace, rate: float, block: int, every: int, shar
         "method": "rapid",
         "optimizer": "diagonal-fisher",
         "learning_rate": rate,
+        "eps": eps,
         "block_size": block,
         "fisher_every": every,
         "fisher_share": share,
@@ -86,6 +89,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--until", type=float, help="stop a run at the first round that reaches this accuracy")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.001, 0.003, 0.01])
+    parser.add_argument("--eps", type=float, nargs="+", default=[3e-3, 1e-8], help="ε of the rule")
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--every", type=int, nargs="*", default=[], help="further runs, with Γ every so many steps")
     parser.add_argument("--shares", type=float, nargs="*", default=[], help="further runs, with Γ from such a share")
@@ -101,8 +105,10 @@ def main() -> None:
     lines = [line for line in lines if not line.get("interrupted")]
     made = {tuple(line[name] for name in CELL) for line in lines}
     gammas = [(1, 1.0), *((every, 1.0) for every in arguments.every), *((1, share) for share in arguments.shares)]
-    for rate, block, gamma, seed in itertools.product(arguments.rates, arguments.blocks, gammas, arguments.seeds):
-        cell = (rate, block, *gamma, seed)
+    for rate, eps, block, gamma, seed in itertools.product(
+        arguments.rates, arguments.eps, arguments.blocks, gammas, arguments.seeds
+    ):
+        cell = (rate, eps, block, *gamma, seed)
         if cell not in made:
             lines.append(run(arguments, *cell))
             with path.open("a") as file:
@@ -113,11 +119,12 @@ def main() -> None:
 def table(lines: list[dict[str, Any]], accuracies: tuple[float, ...]) -> None:
     """Print a row for each run."""
     heads = " ".join(f"{f'to {100 * wanted:g} %':>10}" for wanted in accuracies)
-    print(f"{'lr':>6} {'b':>2} {'every':>5} {'share':>6} {'seed':>4} {heads} {'last':>8} {'s/round':>8}  device")
+    settings = f"{'lr':>6} {'eps':>6} {'b':>2} {'every':>5} {'share':>6} {'seed':>4}"
+    print(f"{settings} {heads} {'last':>8} {'s/round':>8}  device")
     for line in sorted(lines, key=lambda line: tuple(line[name] for name in CELL)):
         accuracy, seconds = line["accuracy"], line["seconds"]
         cells = " ".join(f"{first_reached(accuracy, wanted):>10}" for wanted in accuracies)
-        name = f"{line['learning_rate']:>6} {line['block_size']:>2} {line['fisher_every']:>5}"
+        name = f"{line['learning_rate']:>6} {line['eps']:>6g} {line['block_size']:>2} {line['fisher_every']:>5}"
         name += f" {line['fisher_share']:>6g} {line['seed']:>4}"
         pace = seconds[-1] / len(seconds)
         print(f"{name} {cells} {100 * accuracy[-1]:>6.2f} % {pace:>8.3f}  {line['device']}")

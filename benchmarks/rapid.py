@@ -1,6 +1,7 @@
 """Rounds and seconds of rapid retraining to a stated accuracy, against baselines each at the best rate of its grid.
 
     python benchmarks/rapid.py --dataset mnist --data-dir DATA --device cuda --out benchmarks/results
+    python benchmarks/rapid.py --dataset mnist --table      # of the runs that are there, on whatever device
 
 K = 10 silos, an even split, all of them in each round, one local epoch; one silo deleted 2 % of all samples, and what
 is measured is the training after it, from a fresh model. First the default of `rapid` runs on all seeds: the most
@@ -64,8 +65,7 @@ ENTRIES = {
     "SGD": Entry("sgd", (0.3, 0.1, 1.0, 0.03, 0.01), allowance=10),
     "paper's SGD": Entry("sgd", (0.001,), allowance=10),
     "paper's rule": Entry("diagonal-fisher", RULE_RATES),
-    "paper's rule, Γ every 4th step": Entry("diagonal-fisher", RULE_RATES, (("fisher_every", 4),)),
-    "paper's rule, Γ from an eighth": Entry("diagonal-fisher", RULE_RATES, (("fisher_share", 0.125),)),
+    "paper's rule, undamped": Entry("diagonal-fisher", RULE_RATES, (("eps", 1e-8),)),
     "Muon": Entry("muon", (0.07, 0.1, 0.05, 0.14, 0.035)),
     "AdaHessian": Entry("adahessian", (0.1, 0.3, 0.03, 0.01, 1.0), allowance=2),
     "K-FAC": Entry("kronecker-fisher", (0.1, 0.3, 0.03, 1.0), allowance=2),
@@ -108,8 +108,7 @@ class Bench:
         self.path: Path = arguments.out / "rapid.jsonl"
         self.others: list[dict[str, Any]] = []
         self.lines: list[dict[str, Any]] = []
-        for text in self.path.read_text().splitlines() if self.path.exists() else []:
-            line = json.loads(text)
+        for line in lines_of(self.path):
             mine = (line["dataset"], line["device"]) == (arguments.dataset, self.device)
             (self.lines if mine else self.others).append(line)
 
@@ -288,8 +287,15 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=200, help="rounds that the default may take")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--plot", type=Path, help="draw accuracy by round and by time into this file (matplotlib)")
+    parser.add_argument("--table", action="store_true", help="make no run, print the table of those that are there")
+    parser.add_argument("--plot", type=Path, help="draw error by round and by time into this file (matplotlib)")
     arguments = parser.parse_args()
+    if arguments.table:
+        present = [line for line in lines_of(arguments.out / "rapid.jsonl") if line["dataset"] == arguments.dataset]
+        for device in sorted({line["device"] for line in present}):
+            print(device)
+            show([line for line in present if line["device"] == device], arguments)
+        return
     # Matrix units for products of float32 where a GPU has them, for every optimizer alike.
     torch.set_float32_matmul_precision("high")
 
@@ -315,9 +321,20 @@ def main() -> None:
         for name in names:
             allowed = arguments.most if name == DEFAULT else ENTRIES[name].allowance * needed[batch]
             bench.run("final", name, rates[name], batch, seed, allowed)
-    finals = [line for line in bench.lines if line["stage"] == "final"]
-    accuracies = sorted({value for value in SETTINGS[arguments.dataset][1] if value <= bench.target} | {bench.target})
-    table(finals, accuracies)
+    show(bench.lines, arguments)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The runs of a file; none where it is not there."""
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def show(lines: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Print the table of the final runs, and draw them where that was asked for."""
+    finals = [line for line in lines if line["stage"] == "final"]
+    wanted = SETTINGS[arguments.dataset][1]
+    until = wanted[-1] if arguments.until is None else arguments.until
+    table(finals, sorted({value for value in wanted if value <= until} | {until}))
     if arguments.plot:
         plot(finals, arguments)
 
@@ -351,21 +368,29 @@ def table(lines: list[dict[str, Any]], accuracies: list[float]) -> None:
 
 
 def plot(lines: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """Accuracy by round and by seconds of training, the first seed's runs at the first batch size."""
+    """Test error by round and by seconds of training, the first seed's runs at the first batch size."""
     # Imported here: the benchmark itself runs on torch and numpy alone.
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
     by_round, by_time = figure.subplots(1, 2, sharey=True)
-    for line in lines:
-        if line["seed"] == arguments.seeds[0] and line["batch"] == arguments.batches[0]:
-            accuracy = [100 * value for value in line["accuracy"]]
-            by_round.plot(range(1, len(accuracy) + 1), accuracy, label=line["entry"])
-            by_time.plot(line["seconds"], accuracy)
-    by_round.set(xlabel="round", ylabel="test accuracy (%)", xscale="log")
-    by_time.set(xlabel="seconds of training", xscale="log")
+    shown = [line for line in lines if (line["seed"], line["batch"]) == (arguments.seeds[0], arguments.batches[0])]
+    for number, line in enumerate(shown):
+        error = [100 * (1 - value) for value in line["accuracy"]]
+        style = {"color": colormaps["tab20"](number), "linewidth": 3 if line["entry"] == DEFAULT else 1.3}
+        by_round.plot(range(1, len(error) + 1), error, label=line["entry"], **style)
+        by_time.plot(line["seconds"], error, **style)
+    for axes, label in ((by_round, "round"), (by_time, "seconds of training")):
+        axes.axhline(100 * (1 - SETTINGS[arguments.dataset][1][-1]), color="black", linestyle=":", linewidth=1)
+        axes.set(xlabel=label, xscale="log", yscale="log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
+    by_round.set_ylabel("test error (%)")
     figure.legend(loc="outside upper left", ncols=4, frameon=False)
-    figure.savefig(arguments.plot)
+    figure.savefig(arguments.plot, dpi=90)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def test_the_demo_proves_what_it_shows(here: Path) -> None:
         assert shown["sape" + end] == pytest.approx(abs(a - b) / (a + b))
         assert shown["speedup_rounds" + end] > 0
         assert shown["speedup_time" + end] > 0
-    assert (shown["optimizer_rapid"], shown["optimizer_paper"]) == ("muon", "diagonal-fisher(lr=0.01)")
+    assert (shown["optimizer_rapid"], shown["optimizer_paper"]) == ("muon", "diagonal-fisher(lr=0.03)")
     record = RunFolder.open(here / "RUN").release(2)
     assert (record.digest, record.deleted) == (shown["digest"], {"silo-3": 29})
     assert "RUN holds a run already" in refused(here / "RUN", "demo", "--out", "RUN")

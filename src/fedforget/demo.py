@@ -23,7 +23,7 @@ FORGETS = "silo-3"
 RATE = 0.02
 # Each the best rate of its grid on a validation split: benchmarks/demo_rates.py. Rapid's own default stays as it is.
 BASELINE = Choice("sgd", {"lr": 1.0})
-PAPERS_RULE = Choice("diagonal-fisher", {"lr": 0.01})
+PAPERS_RULE = Choice("diagonal-fisher", {"lr": 0.03})
 
 
 @dataclass(frozen=True)

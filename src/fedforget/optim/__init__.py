@@ -51,7 +51,7 @@ def build_diagonal_fisher(
     lr: float = 0.003,
     beta1: float = 0.9,
     beta2: float = 0.999,
-    eps: float = 1e-8,
+    eps: float = 3e-3,
     block_size: int = 3,
     fisher_every: int = 1,
     fisher_share: float = 1.0,

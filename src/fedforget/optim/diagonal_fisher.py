@@ -39,7 +39,8 @@ class DiagonalFisher(torch.optim.Optimizer):
         model: the model to train; the parameters that are trainable now are stepped.
         lr: η; the paper trains at 0.001.
         betas: (β₁, β₂).
-        eps: ε, the damping; parameters whose gradients vanish have a Γ of 0.
+        eps: ε, the damping, for parameters whose gradients vanish have a Γ of 0. The paper has none; with η = ε no step
+            is longer than m itself.
         block_size: how many neighbouring parameters share one Γ; 1: each has its own.
         fisher_every: Γ_i enters v at the first step and each so many steps after; the steps between divide by the
             last v and cost what a plain step costs. The sums of v then run over these steps alone.
@@ -52,7 +53,7 @@ class DiagonalFisher(torch.optim.Optimizer):
         model: nn.Module,
         lr: float = 0.003,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        eps: float = 3e-3,
         block_size: int = 3,
         fisher_every: int = 1,
         fisher_share: float = 1.0,
