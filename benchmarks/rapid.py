@@ -10,11 +10,13 @@ batch size on seed 0, trained on nine tenths of the training samples and judged 
 best lies at its edge, and a rate that needs over twice the rounds of the best so far is given up. Then the default and
 the best of each on all seeds and the test split; what is compared with one another, a seed's runs, is made in one go.
 Each run is a line of OUT/rapid.jsonl; what is there already is not made again, so this program goes on where it ended.
+With --grid-only, programs for different --optimizers may run beside one another.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import json
 import math
@@ -106,17 +108,17 @@ class Bench:
         self.model, accuracies = SETTINGS[arguments.dataset]
         self.target = accuracies[-1] if arguments.until is None else arguments.until
         self.path: Path = arguments.out / "rapid.jsonl"
-        self.others: list[dict[str, Any]] = []
-        self.lines: list[dict[str, Any]] = []
-        for line in lines_of(self.path):
-            mine = (line["dataset"], line["device"]) == (arguments.dataset, self.device)
-            (self.lines if mine else self.others).append(line)
+        self.lines = [line for line in lines_of(self.path) if self.mine(line)]
 
     @property
     def device(self) -> str:
         """The device as results name it."""
         given: str = self.arguments.device
         return torch.cuda.get_device_name(given) if "cuda" in given else given
+
+    def mine(self, line: dict[str, Any]) -> bool:
+        """Whether a run is of this dataset and device."""
+        return (line["dataset"], line["device"]) == (self.arguments.dataset, self.device)
 
     def run(
         self,
@@ -136,7 +138,7 @@ class Bench:
                 ended = line["diverged"] or line["given_up"] or reached(line, self.target)
                 if ended or len(line["accuracy"]) >= rounds:
                     return line
-                self.lines.remove(line)
+                self.replace([line], [])
                 break
         choice = self.choice(name, rate, batch, rounds, len(self.datasets[stage].pool or ()))
         records: list[Any] = []
@@ -193,8 +195,7 @@ class Bench:
             "accuracy": [record.accuracy for record in records],
             "seconds": list(accumulate(record.seconds for record in records)),
         }
-        self.lines.append(line)
-        self.write()
+        self.replace([], [line])
         rounds_made = first(line, self.target) or f"> {len(records)}"
         highest = max(line["accuracy"], default=math.nan)
         spent = line["seconds"][-1] if records else math.nan
@@ -217,14 +218,21 @@ class Bench:
         """Forget a seed's final runs where some are missing: they must be made in one go, on one machine."""
         group = [line for line in self.lines if (line["stage"], line["batch"], line["seed"]) == ("final", batch, seed)]
         if not {*names} <= {line["entry"] for line in group}:
-            self.lines = [line for line in self.lines if line not in group]
+            self.replace(group, [])
 
-    def write(self) -> None:
-        """Write all lines, whole or not at all."""
+    def replace(self, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
+        """Put lines in place of others, in the file too, which is written whole or not at all.
+
+        Other processes may add theirs meanwhile: several grids fit on one GPU, where rounds count and seconds do not.
+        """
+        self.lines = [line for line in self.lines if line not in old] + new
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in self.others + self.lines))
-        partial.replace(self.path)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = [line for line in lines_of(self.path) if line not in old] + new
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.replace(self.path)
 
     def best_rate(self, name: str, batch: int, rounds: int) -> float:
         """The best rate of the grid, which grows while the best lies at its edge."""
