@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import inspect
 import itertools
 import json
 import math
@@ -32,6 +33,7 @@ import torch
 
 import fedforget as ff
 from baselines import AdaHessian, DecayingAdam, keeping_graphs
+from fedforget import optim
 from kronecker import KroneckerFisher, Soap
 
 SETTINGS = {
@@ -56,6 +58,8 @@ class Entry:
     settings: tuple[tuple[str, float], ...] = ()
     allowance: int = 3
     """How many times N the rounds are that it gets."""
+    final: bool = True
+    """Whether it has runs on all seeds; others only show, by their grid, what a setting does."""
 
 
 RULE_RATES = (0.001, 0.003, 0.01, 0.0003, 0.03)
@@ -67,7 +71,12 @@ ENTRIES = {
     "SGD": Entry("sgd", (0.3, 0.1, 1.0, 0.03, 0.01), allowance=10),
     "paper's SGD": Entry("sgd", (0.001,), allowance=10),
     "paper's rule": Entry("diagonal-fisher", RULE_RATES),
+    "paper's rule, Γ every 4th step": Entry("diagonal-fisher", RULE_RATES, (("fisher_every", 4),), final=False),
+    "paper's rule, Γ from an eighth": Entry("diagonal-fisher", RULE_RATES, (("fisher_share", 0.125),), final=False),
     "paper's rule, undamped": Entry("diagonal-fisher", RULE_RATES, (("eps", 1e-8),)),
+    "paper's rule, undamped, Γ every 4th step": Entry(
+        "diagonal-fisher", RULE_RATES, (("eps", 1e-8), ("fisher_every", 4)), final=False
+    ),
     "Muon": Entry("muon", (0.07, 0.1, 0.05, 0.14, 0.035)),
     "AdaHessian": Entry("adahessian", (0.1, 0.3, 0.03, 0.01, 1.0), allowance=2),
     "K-FAC": Entry("kronecker-fisher", (0.1, 0.3, 0.03, 1.0), allowance=2),
@@ -75,6 +84,7 @@ ENTRIES = {
 }
 """A rate that is likely to be good comes first, so that others are given up early."""
 DEFAULT = "rapid"
+BESIDES = {"adam-decay": DecayingAdam, "adahessian": AdaHessian, "kronecker-fisher": KroneckerFisher, "soap": Soap}
 
 
 class Behind(Exception):  # noqa: N818  # it is no error
@@ -131,16 +141,17 @@ class Bench:
         best: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """A training to the target, or to the end of its rounds; made once."""
+        choice = self.choice(name, rate, batch, rounds, len(self.datasets[stage].pool or ()))
         key = {"stage": stage, "entry": name, "learning_rate": rate, "batch": batch, "seed": seed}
+        settings = whole_settings(choice)
         for line in self.lines:
             # A run that was given fewer rounds than are wanted now, and did not arrive, is made again.
-            if all(line[part] == value for part, value in key.items()):
+            if line["settings"] == settings and all(line[part] == value for part, value in key.items()):
                 ended = line["diverged"] or line["given_up"] or reached(line, self.target)
                 if ended or len(line["accuracy"]) >= rounds:
                     return line
                 self.replace([line], [])
                 break
-        choice = self.choice(name, rate, batch, rounds, len(self.datasets[stage].pool or ()))
         records: list[Any] = []
 
         def on_round(title: str, _: Any, record: Any) -> None:
@@ -159,12 +170,7 @@ class Bench:
             silos=SILOS,
             model=channels_last(self.model, self.arguments.device),
             device=self.arguments.device,
-            optimizers={
-                "adam-decay": DecayingAdam,
-                "adahessian": AdaHessian,
-                "kronecker-fisher": KroneckerFisher,
-                "soap": Soap,
-            },
+            optimizers=BESIDES,
             on_round=on_round,
         )
         # The model before does not enter the one after, so one round of it is enough here.
@@ -183,7 +189,7 @@ class Bench:
             "dataset": self.arguments.dataset,
             "model": self.model,
             "optimizer": choice.name,
-            "settings": dict(choice.settings),
+            "settings": settings,
             **key,
             "judged_on": "validation" if stage == "grid" else "test",
             "device": self.device,
@@ -216,7 +222,11 @@ class Bench:
 
     def drop_unless_whole(self, batch: int, seed: int, names: list[str]) -> None:
         """Forget a seed's final runs where some are missing: they must be made in one go, on one machine."""
-        group = [line for line in self.lines if (line["stage"], line["batch"], line["seed"]) == ("final", batch, seed)]
+        group = [
+            line
+            for line in self.lines
+            if (line["stage"], line["batch"], line["seed"]) == ("final", batch, seed) and line["entry"] in names
+        ]
         if not {*names} <= {line["entry"] for line in group}:
             self.replace(group, [])
 
@@ -252,6 +262,18 @@ class Bench:
             rates.append(below(found) if found == min(rates) else above(found))
         print(f"{name}: the best rate, {found:g}, is still at the edge of its grid", file=sys.stderr)
         return found
+
+
+def whole_settings(choice: ff.Choice) -> dict[str, Any]:
+    """All settings of an optimizer, the defaults too: a run is not taken for one that was made with others."""
+    build: Callable[..., Any] = {**optim.BUILT_IN, **BESIDES}[choice.name]
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(build).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    settings: dict[str, Any] = json.loads(json.dumps({**defaults, **choice.settings}))
+    return settings
 
 
 def above(rate: float) -> float:
@@ -319,7 +341,7 @@ def main() -> None:
         # Its schedule belongs to a rate that decays; the others are compared over fewer rounds than they get.
         allowed = allowance if ENTRIES[name].optimizer == "adam-decay" else min(allowance, GRID_ALLOWANCE)
         rates[name] = bench.best_rate(name, grid, allowed * needed[grid])
-    names = [DEFAULT, *arguments.optimizers]
+    names = [DEFAULT, *(name for name in arguments.optimizers if ENTRIES[name].final)]
     rates[DEFAULT] = None
     if arguments.grid_only:
         return

@@ -546,6 +546,19 @@ def test_lost_releases(run: Path, lost: str) -> None:
         assert wanted in refused(run, *RELEASES)
         # What is served is whole.
         done(*PREDICT)
+    else:
+        # What is left holds samples that were deleted since: it is neither served, nor listed as if it were.
+        for command in (PREDICT, RELEASES):
+            assert "has lost something: restore it" in refused(run, *command)
+
+
+def test_a_revoked_release_is_not_served_again(run: Path, tmp_path: Path) -> None:
+    np.save("x.npy", np.zeros((1, 8, 8)))
+    shutil.copy(run / "releases/1/weights.pt", tmp_path / "kept.pt")
+    done(*FORGET)
+    shutil.rmtree(run / "releases/2")
+    shutil.copy(tmp_path / "kept.pt", run / "releases/1/weights.pt")
+    assert "has lost something" in refused(run, *PREDICT)
 
 
 def test_unfinished_work_by_a_method_that_is_not_there(run: Path) -> None:

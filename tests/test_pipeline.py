@@ -582,6 +582,21 @@ def test_tombstones_that_the_releases_do_not_account_for_are_told() -> None:
     assert len(federation.releases) == 1
 
 
+@pytest.mark.parametrize(
+    ("setting", "other"), [(torch.set_float32_matmul_precision, "medium"), (torch.set_default_dtype, torch.float64)]
+)
+def test_a_program_that_computes_in_another_way_is_verified_in_that_way(setting: Any, other: Any) -> None:
+    before = (torch.get_float32_matmul_precision(), torch.get_default_dtype())
+    try:
+        setting(other)
+        federation = trained()
+        release = federation.forget({"silo-0": [1]}, FISHER)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.set_default_dtype(before[1])
+    assert release.verify()
+
+
 def test_a_release_of_another_environment_or_without_a_promise_is_not_verified() -> None:
     federation = trained()
     release = federation.release

@@ -24,6 +24,7 @@ from fedforget.data import datasets
 from fedforget.demo import run_demo
 from fedforget.engine import Progress as OnRound
 from fedforget.errors import DataError, DeletionError, FedforgetError, PlanError, RunFolderError
+from fedforget.integrity import check_releases
 from fedforget.methods import Method
 from fedforget.pipeline import Federation, served_release
 from fedforget.release import Release
@@ -381,6 +382,7 @@ def verify(run: RunArgument, device: DeviceOption = "cpu", as_json: JsonOption =
 def releases(run: RunArgument, as_json: JsonOption = False) -> None:
     """List a run's releases: which is served, which are revoked."""
     folder = RunFolder.open(run)
+    check_releases(folder, folder.description()["silos"])
     records = folder.releases()
     rows: list[dict[str, Any]] = [
         {

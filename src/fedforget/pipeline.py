@@ -26,11 +26,12 @@ from fedforget.errors import DataError, DeletionError, FedforgetError, PlanError
 from fedforget.federation.links.in_process import InProcessLink
 from fedforget.federation.registry import Registry
 from fedforget.federation.silo import Silo, plain_id, read_source
+from fedforget.integrity import accounted_for, check_nothing_lost, check_releases
 from fedforget.methods import Method, RapidRetrain
 from fedforget.methods.method import settings_of
 from fedforget.reference import ReferenceJob, in_fresh_process
 from fedforget.release import Release, Verification
-from fedforget.runs import ReleaseRecord, RunFolder, missing, whole
+from fedforget.runs import ReleaseRecord, RunFolder, whole
 from fedforget.sources import Origin, Partition, by_site, open_origin, pooled, share_out
 from fedforget.types import Dataset, DataSource, Plan, Preprocessing, SampleId, Samples, State
 from fedforget.verify.distance import state_digest
@@ -223,7 +224,7 @@ class Federation:
         """Train and release a model; the same call goes on where a killed one stopped."""
         plan = self.completed(plan)
         with self.folder.locked():
-            self._check_nothing_lost()
+            check_nothing_lost(self.folder, self.silos)
             work, ended = self._unfinished()
             if ended is not None and ended.plan == plan:
                 return self._engine.release(ended.version)
@@ -257,7 +258,7 @@ class Federation:
         if method is not None and named_method(method_name(method), settings_of(method)) != method:
             raise PlanError(f"method {method_name(method)!r} is not found again by its name: define it in a module")
         with self.folder.locked():
-            self._check_nothing_lost()
+            check_nothing_lost(self.folder, self.silos)
             work, ended = self._unfinished(baseline=baseline)
             if work is not None and work.failed:
                 # Its note is replaced, and what it left is wiped, once a deletion is begun and done.
@@ -333,7 +334,7 @@ class Federation:
         Work that was begun is finished first.
         """
         with self.folder.locked():
-            self._check_nothing_lost()
+            check_nothing_lost(self.folder, self.silos)
             work = self._engine.pending()
             if work is not None and not work.failed:
                 self._engine.finish(work)
@@ -342,11 +343,11 @@ class Federation:
     def check(self) -> None:
         """Refuse a folder that has lost a release or tombstones, as everything that works in it does at its start."""
         with self.folder.locked():
-            self._check_nothing_lost()
+            check_nothing_lost(self.folder, self.silos)
 
     def _check(self, release: Release) -> Verification:
         with self.folder.locked():
-            self._check_nothing_lost()
+            check_nothing_lost(self.folder, self.silos)
             return self._verify(release)
 
     def _verify(self, release: Release) -> Verification:
@@ -365,7 +366,7 @@ class Federation:
                 test=self._engine.test,
                 registry=self._engine.registry,
                 device=str(self._engine.device),
-                threads=record.environment["threads"],
+                environment=record.environment,
             )
         )
         if dict(made.samples) != record.samples:
@@ -394,32 +395,12 @@ class Federation:
         remaining: dict[str, Samples] = {}
         for name, source in self._sources.items():
             tombstones = Tombstones(self.folder.silo(name))
-            if tombstones.count() != _accounted(self.releases, name):
+            if tombstones.count() != accounted_for(self.releases, name):
                 raise RunFolderError("a deletion is not finished here: finish it with `forget` first")
             samples = read_source(source)
             gone = tombstones.held(samples.ids)
             remaining[name] = samples.select([i for i, sample_id in enumerate(samples.ids) if sample_id not in gone])
         return remaining
-
-    def _check_nothing_lost(self) -> None:
-        """Refuse to work where tombstones are lost, with which deleted samples would come back, or releases are."""
-        records, work = self.releases, self._engine.pending()
-        if work is not None and work.version > len(records) + 1:
-            raise missing(self.folder.path / "releases" / str(len(records) + 1))
-        # Of a deletion that is not finished, some tombstones may be there, and some not yet.
-        under_way = work.deleted if work is not None and work.version > len(records) else {}
-        for name in self.silos:
-            count, accounted = Tombstones(self.folder.silo(name)).count(), _accounted(records, name)
-            if count < accounted:
-                raise RunFolderError(
-                    f"silo {name} has lost tombstones ({count} are left of {accounted}), so that deleted samples would "
-                    f"come back: restore {self.folder.silo(name)} from a backup"
-                )
-            if count > accounted + under_way.get(name, 0):
-                raise RunFolderError(
-                    f"silo {name} has {count} tombstones, the releases account for {accounted} deletions: "
-                    f"{self.folder.path / 'releases'} has lost something: restore it from a backup"
-                )
 
     def _known(self, name: str) -> Silo:
         if name not in self._silos:
@@ -447,11 +428,6 @@ def _plain(name: str, part: Any) -> Sequence[SampleId] | Share | Literal["all"]:
         return [plain_id(value) for value in part]
     except (TypeError, DataError) as error:
         raise DeletionError(f"silo {name}: {error}; give a list of sample ids, a share, or 'all'") from error
-
-
-def _accounted(records: Sequence[ReleaseRecord], silo: str) -> int:
-    """How many samples of a silo were deleted for these releases."""
-    return sum(record.deleted.get(silo, 0) for record in records)
 
 
 def _ids_of(silo: Silo, part: Sequence[SampleId] | Share | str, plan: Plan, total: int) -> list[SampleId]:
@@ -489,7 +465,9 @@ def served_release(folder: Path | str) -> Release:
         return Federation.open(path).verify()
 
     registry = Registry(models.BUILT_IN, optim.BUILT_IN)
-    engine = Engine(RunFolder.open(path), InProcessLink([]), registry, None, torch.device("cpu"), 0, None, check)
+    run = RunFolder.open(path)
+    check_releases(run, run.description()["silos"])
+    engine = Engine(run, InProcessLink([]), registry, None, torch.device("cpu"), 0, None, check)
     release = engine.served()
     if state_digest(release.state, release.fit) != release.record.digest:
         raise RunFolderError(

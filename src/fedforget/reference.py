@@ -24,6 +24,7 @@ from fedforget.federation.coordinator import Coordinator
 from fedforget.federation.links.in_process import InProcessLink
 from fedforget.federation.registry import Registry
 from fedforget.federation.silo import Silo
+from fedforget.federation.training import adopt
 from fedforget.methods import Method
 from fedforget.types import Deletion, Fit, History, Plan, Samples, State
 
@@ -38,7 +39,7 @@ class ReferenceJob:
     test: Samples | None
     registry: Registry
     device: str
-    threads: int
+    environment: Mapping[str, str | int]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def main() -> None:
     """Carry out the job that comes by standard input, and leave what it made in the folder that is named."""
     folder = Path(sys.argv[1])
     job = pickle.load(sys.stdin.buffer)
-    torch.set_num_threads(job.threads)
+    adopt(job.environment)
     try:
         made = carry_out(job, folder)
     except FedforgetError as error:

@@ -34,6 +34,8 @@ from fedforget.types import Fit, Plan, RoundRecord, State
 FORMAT = 1
 DESCRIBED = frozenset({"model", "shape", "classes", "preprocessing", "holdout", "silos", "origin"})
 """What run.json says besides its format."""
+ENVIRONMENT = frozenset({"torch", "device", "threads", "matmul_precision", "convolution_tf32", "default_dtype"})
+"""What a release says of the process that made it."""
 BEFORE_ANY_WORK = ("lock", "run.partial")
 """What a folder may hold before it is a run's."""
 
@@ -231,7 +233,7 @@ class RunFolder:
                 or not record.records
                 or len(record.classes) != record.plan.classes
                 or not all(isinstance(part, dict) for part in parts)
-                or not {"torch", "device", "threads"} <= set(record.environment)
+                or not set(record.environment) >= ENVIRONMENT
             ):
                 raise ValueError("its parts do not fit together")
         return record

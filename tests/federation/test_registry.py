@@ -151,10 +151,37 @@ def test_an_aggregation_that_cannot_be_used_is_told_before_any_training(choice: 
         REGISTRY.aggregation(replace(PLAN, aggregation=choice))
 
 
-@pytest.mark.parametrize("name", ["takes_nothing", "uncopied"])
+class Closes(nn.Module):
+    """Its forward pass goes by a function that a copy would share with the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.head = lambda x: 2 * self.layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def patched() -> nn.Module:
+    model = nn.Linear(4, 3)
+    model.forward = lambda x: nn.functional.linear(x, model.weight)  # type: ignore[method-assign]
+    return model
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(4, 3)
+    model.register_forward_hook(lambda *_: model.weight.sum() * torch.ones(1, 3))
+    return model
+
+
+@pytest.mark.parametrize("name", ["takes_nothing", "uncopied", "Closes", "patched", "hooked"])
 def test_blank_models_share_nothing(name: str) -> None:
     plan = replace(PLAN, model=f"{__name__}:{name}")
     first, second = (REGISTRY.blank(plan, torch.device("cpu")) for _ in range(2))
+    first(torch.ones(1, 4)).sum().backward()
+    assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in first.parameters())
+    assert all(parameter.grad is None for parameter in second.parameters())
     with torch.no_grad():
         for parameter in first.parameters():
             parameter.fill_(7)

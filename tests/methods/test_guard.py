@@ -31,6 +31,7 @@ def records(*losses: float) -> tuple[RoundRecord, ...]:
         (2.31, 2.31, 2.309, 2.309, 2.308, 2.308),  # too small a step, which a smaller one would not mend
         (2.2, 60.0, 2.4, 2.0, 1.0, 0.5),
         (900.0, 900.0, 900.0, 900.0),  # too early to say
+        (54.5, 54.4, 54.3, 54.2, 54.1, 54.0, 53.9),  # starts far off, and falls slowly
     ],
 )
 def test_what_trains_or_may_yet_is_left_alone(losses: tuple[float, ...]) -> None:
@@ -59,6 +60,10 @@ def test_what_ran_off_and_stands_still_is_stuck(losses: tuple[float, ...]) -> No
         (ff.Choice("muon"), ff.Choice("muon", {"lr": 0.07 / 4})),
         (ff.Choice("muon", {"adam_lr": 0.4}), ff.Choice("muon", {"lr": 0.07 / 4, "adam_lr": 0.1})),
         (ff.Choice("torch.optim:SGD", {"lr": 4}), ff.Choice("torch.optim:SGD", {"lr": 1.0})),
+        (
+            ff.Choice("own", {"lr": 4.0, "min_lr": "auto", "by_lr": True}),
+            ff.Choice("own", {"lr": 1.0, "min_lr": "auto", "by_lr": True}),
+        ),
     ],
 )
 def test_a_smaller_step_is_a_quarter_of_every_rate(before: ff.Choice, after: ff.Choice) -> None:

@@ -183,6 +183,9 @@ def test_a_closure_gives_its_loss() -> None:
     [
         ({"lr": 0.0}, "lr is 0.0"),
         ({"lr": math.inf}, "lr is inf"),
+        ({"lr": "0.1"}, "lr is '0.1': it must be a number"),
+        ({"lr": True}, "lr is True: it must be a number"),
+        ({"momentum": False}, "momentum is False: it must be a number"),
         ({"momentum": 1.0}, "momentum is 1.0"),
         ({"adam_lr": -1.0}, "adam_lr is -1.0"),
         ({"slice_size": 0}, "slice_size is 0"),
@@ -197,3 +200,17 @@ def test_settings_that_make_no_sense_are_refused(setting: dict[str, Any], messag
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="no trainable parameter"):
         Muon(nn.ReLU())
+
+
+def test_other_parameters_are_refused() -> None:
+    optimizer = Muon(network())
+    with pytest.raises(ValueError, match="build a new one for others"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+def test_a_matrix_without_numbers_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    model.register_parameter("empty", nn.Parameter(torch.ones(3, 0)))
+    optimizer = Muon(model)
+    (model(torch.ones(1, 4)).sum() + model.empty.sum()).backward()
+    optimizer.step()

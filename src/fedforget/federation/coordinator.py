@@ -262,10 +262,11 @@ def _aggregated(
 
 def _goes_on(plan: Plan, records: tuple[RoundRecord, ...], watch: Watch | None) -> bool:
     """Whether another round is due."""
+    if plan.target_accuracy is not None and records and records[-1].accuracy >= plan.target_accuracy:
+        return False
     if watch is not None and records and (reason := watch(records)) is not None:
         raise DivergedError(f"round {len(records)}: {reason}", records)
-    reached = plan.target_accuracy is not None and bool(records) and records[-1].accuracy >= plan.target_accuracy
-    return len(records) < plan.rounds and not reached
+    return len(records) < plan.rounds
 
 
 def _synchronize(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,19 @@ class _Spare:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Spare, ()
+
+
+def _is_copied_whole(model: nn.Module) -> bool:
+    """Whether it is made of torch's and this project's own layers alone, none of which holds a function.
+
+    A function is not copied, so that a closure over `self` in a copy would go on with the parameters of the original.
+    """
+    return all(
+        type(module).__module__.split(".")[0] in ("torch", "fedforget")
+        and not any(isinstance(value, types.FunctionType | types.MethodType) for value in vars(module).values())
+        and not any(value for name, value in vars(module).items() if name.endswith("_hooks"))
+        for module in model.modules()
+    )
 
 
 @dataclass(frozen=True)
@@ -82,15 +96,14 @@ class Registry:
     def blank(self, plan: Plan, device: torch.device) -> nn.Module:
         """A model of the plan on a device, whose parameters the caller will overwrite.
 
-        A copy of one that was built before: to initialise a large one takes longer than an accelerator trains it.
+        A copy of one that was built before, where a copy is sure to share nothing with it: to initialise a large model
+        takes longer than an accelerator trains it.
         """
         key = (plan.model, plan.shape, plan.classes, plan.dtype, device)
         if self._spare.built is None or self._spare.built[0] != key:
             self._spare.built = key, self.model(plan).to(device)
-        try:
-            return copy.deepcopy(self._spare.built[1])
-        except Exception:  # a user's model may hold what cannot be copied
-            return self.model(plan).to(device)
+        spare = self._spare.built[1]
+        return copy.deepcopy(spare) if _is_copied_whole(spare) else self.model(plan).to(device)
 
     def optimizer(self, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
         """The plan's optimizer on this model; torch's own classes are given the parameters, all others the model."""

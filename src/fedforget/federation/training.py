@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -69,13 +69,29 @@ def keep_freed_memory() -> None:
     except (OSError, AttributeError):
         return
     m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
-    mallopt(m_mmap_threshold, 2**30)
-    mallopt(m_trim_threshold, -1)
+    # Older ones refuse more than 32 MiB. Where both are refused nothing may be set: it would end their own growth.
+    if mallopt(m_mmap_threshold, 2**30) or mallopt(m_mmap_threshold, 2**25):
+        mallopt(m_trim_threshold, -1)
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
     """What decides the bits besides the plan and the samples."""
-    return {"torch": torch.__version__, "device": device.type, "threads": torch.get_num_threads()}
+    return {
+        "torch": torch.__version__,
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "convolution_tf32": torch.backends.cudnn.allow_tf32,
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+    }
+
+
+def adopt(environment: Mapping[str, str | int]) -> None:
+    """Have this process compute as the one did whose environment this is, on the same device and torch."""
+    torch.set_num_threads(int(environment["threads"]))
+    torch.set_float32_matmul_precision(str(environment["matmul_precision"]))
+    torch.backends.cudnn.allow_tf32 = bool(environment["convolution_tf32"])
+    torch.set_default_dtype(getattr(torch, str(environment["default_dtype"])))
 
 
 @contextmanager

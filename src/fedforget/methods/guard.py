@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 import math
 
 from fedforget import optim
 from fedforget.errors import DivergedError
 from fedforget.methods.method import Trainer
-from fedforget.types import Choice, Plan, RoundRecord, TrainingResult
+from fedforget.types import Choice, Plan, RoundRecord, TrainingResult, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +51,15 @@ def train_guarded(coordinator: Trainer, plan: Plan, name: str) -> TrainingResult
 def stuck(classes: int, records: tuple[RoundRecord, ...]) -> str | None:
     """Whether the loss ran off and has come to a stand at or above that of guessing, as a reason.
 
-    A loss that starts far off and falls is training; one that never was far off and hardly falls has too small a step.
+    A loss that starts far off and falls from round to round is training, however slowly; one that never was far off and
+    hardly falls has too small a step.
     """
     guessing = math.log(classes)
     losses = [record.loss for record in records]
     last = losses[-PATIENCE:]
     ran_off = max(losses) > FAR_OFF * guessing
-    if ran_off and len(last) == PATIENCE and min(last) >= guessing and last[-1] > STANDSTILL * last[0]:
+    falling = all(later < earlier for earlier, later in itertools.pairwise(last))
+    if ran_off and not falling and len(last) == PATIENCE and min(last) >= guessing and last[-1] > STANDSTILL * last[0]:
         return f"after {len(records)} rounds the loss is {last[-1]:.3g}, where guessing has {guessing:.3g}"
     return None
 
@@ -65,7 +68,8 @@ def with_smaller_step(plan: Plan) -> Plan | None:
     """The plan with a quarter of its learning rates; None where its optimizer names none."""
     chosen = plan.optimizer
     assert isinstance(chosen, Choice), "a plan's optimizer is a Choice"
-    rates = {name: value for name, value in chosen.settings.items() if name == "lr" or name.endswith("_lr")}
+    named = {name: value for name, value in chosen.settings.items() if name == "lr" or name.endswith("_lr")}
+    rates = {name: value for name, value in named.items() if is_number(value)}
     if "lr" not in rates:
         if chosen.name not in optim.BUILT_IN:
             return None

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedforget.optim.diagonal_fisher import DiagonalFisher
 from fedforget.optim.muon import Muon
-from fedforget.optim.settings import check_number
+from fedforget.optim.settings import check_number, check_rate
 from fedforget.types import Choice
 
 __all__ = ["BUILT_IN", "SGD", "Adam", "DiagonalFisher", "Muon"]
@@ -88,25 +88,19 @@ def _choice(name: str, settings: dict[str, Any], defaults: dict[str, tuple[Any, 
 
 
 def _check_sgd(lr: float, momentum: float, nesterov: bool) -> None:
-    _check_lr(lr)
+    check_rate("lr", lr)
     _check_share("momentum", momentum)
     if nesterov and momentum == 0:
         raise ValueError("nesterov needs a momentum greater than 0")
 
 
 def _check_adam(lr: float, beta1: float, beta2: float, eps: float) -> None:
-    _check_lr(lr)
+    check_rate("lr", lr)
     _check_share("beta1", beta1)
     _check_share("beta2", beta2)
     check_number("eps", eps)
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps is {eps!r}: it must be 0 or more")
-
-
-def _check_lr(lr: float) -> None:
-    check_number("lr", lr)
-    if not 0 < lr < math.inf:
-        raise ValueError(f"lr is {lr!r}: it must be greater than 0")
 
 
 def _check_share(name: str, value: float) -> None:

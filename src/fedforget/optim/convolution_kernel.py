@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedforget.optim.kernels import current
+
 BLOCKS = 512
 """Blocks in a grid, about, whatever GPU it is: where they are cut decides in which order samples are summed."""
 
@@ -111,29 +113,30 @@ def sums_of_products(
     samples_a_part = triton.next_power_of_2(triton.cdiv(samples * math.prod(tiles) * groups, BLOCKS))
     parts = triton.cdiv(samples, samples_a_part)
     found = torch.empty(2, parts, all_outputs, elements, dtype=torch.float32, device=inputs.device)
-    _kernel[(*tiles, parts * groups)](
-        gradient,
-        inputs,
-        weights_at,
-        positions_at,
-        found[0],
-        found[1],
-        samples,
-        inputs.stride(0),
-        channels * inputs.stride(1),
-        groups,
-        outputs,
-        elements,
-        positions,
-        samples_a_part,
-        tile_outputs,
-        tile_elements,
-        tile_positions,
-        # What torch's own convolutions may do with float32, these products may.
-        "tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
-        num_warps=warps,
-        num_stages=stages,
-    )
+    with current(inputs.device):
+        _kernel[(*tiles, parts * groups)](
+            gradient,
+            inputs,
+            weights_at,
+            positions_at,
+            found[0],
+            found[1],
+            samples,
+            inputs.stride(0),
+            channels * inputs.stride(1),
+            groups,
+            outputs,
+            elements,
+            positions,
+            samples_a_part,
+            tile_outputs,
+            tile_elements,
+            tile_positions,
+            # What torch's own convolutions may do with float32, these products may.
+            "tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
+            num_warps=warps,
+            num_stages=stages,
+        )
     total, square = found.sum(1).view(2, all_outputs, channels, *kernel_size)
     return total, square
 

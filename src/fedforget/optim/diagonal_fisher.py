@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedforget.optim.fisher_update import Member, diagonal_fisher
-from fedforget.optim.settings import check_number
+from fedforget.optim.settings import check_number, check_rate
 from fedforget.optim.squared_grads import SquaredGrads
 
 
@@ -170,11 +170,10 @@ def check_settings(
     *, lr: float, betas: Sequence[float], eps: float, block_size: int, fisher_every: int, fisher_share: float
 ) -> None:
     """Refuse settings with which the rule makes no sense."""
-    named = {"lr": lr, "eps": eps, "fisher_share": fisher_share}
+    check_rate("lr", lr)
+    named = {"eps": eps, "fisher_share": fisher_share}
     for name, value in (*named.items(), *((f"beta{number}", beta) for number, beta in enumerate(betas, start=1))):
         check_number(name, value)
-    if not 0 < lr < math.inf:
-        raise ValueError(f"lr is {lr!r}: it must be greater than 0")
     for number, beta in enumerate(betas, start=1):
         if not 0 <= beta < 1:
             raise ValueError(f"beta{number} is {beta!r}: it must lie in [0, 1)")

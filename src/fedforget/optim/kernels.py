@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, kernels are launched on this device: Triton asks for the current one, not for where its tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.adam import adam
 
+from fedforget.optim.settings import check_number, check_rate
+
 # The odd quintics a·σ + b·σ³ + c·σ⁵ of three iterations, each the one that is nearest to 1 over the singular values
 # that the one before can leave: the greedy composition of Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932),
 # from [0.01, 1] on. Together they take that range into 1 ± 0.27, and what is smaller grows 78-fold.
@@ -58,6 +60,14 @@ class Muon(torch.optim.Optimizer):
         super().__init__(
             [group for group in groups if group["params"]], {"momentum": momentum, "slice_size": slice_size}
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse parameters that are not the model's, whose kind nothing tells."""
+        if "orthogonal" not in param_group:
+            raise ValueError(
+                "Muon steps the parameters that its model had, trainable, when it was built: build a new one for others"
+            )
+        super().add_param_group(param_group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -122,9 +132,10 @@ class Muon(torch.optim.Optimizer):
 
 def check_settings(*, lr: float, momentum: float, adam_lr: float | None, slice_size: int) -> None:
     """Refuse settings with which the rule makes no sense."""
-    for name, value in (("lr", lr), ("adam_lr", adam_lr)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}: it must be greater than 0")
+    check_rate("lr", lr)
+    if adam_lr is not None:
+        check_rate("adam_lr", adam_lr)
+    check_number("momentum", momentum)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum!r}: it must lie in [0, 1)")
     if isinstance(slice_size, bool) or not isinstance(slice_size, int) or slice_size < 1:
@@ -140,8 +151,11 @@ def sorted_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
         for parameter in module.parameters()
     }
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.ndim >= 2 and parameter not in embedded]
-    return matrices, [parameter for parameter in trainable if parameter.ndim < 2 or parameter in embedded]
+    matrices = [
+        parameter for parameter in trainable if parameter.ndim >= 2 and parameter.numel() and parameter not in embedded
+    ]
+    among = set(matrices)
+    return matrices, [parameter for parameter in trainable if parameter not in among]
 
 
 def muon(

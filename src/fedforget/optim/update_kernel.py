@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedforget.optim.kernels import current
+
 SIZE = 1024
 
 
@@ -60,19 +62,20 @@ def update(
 ) -> None:
     """In place on the parameter and its two running means; all are in float32 and in one piece."""
     count = parameter.numel()
-    _kernel[(triton.cdiv(count, SIZE),)](
-        parameter,
-        gradient,
-        gradient if fisher is None else fisher,
-        mean_gradient,
-        mean_squared_fisher,
-        count,
-        beta2,
-        1 - beta1,
-        1 - beta2,
-        length,
-        damping,
-        fisher is not None,
-        block_size,
-        SIZE,
-    )
+    with current(parameter.device):
+        _kernel[(triton.cdiv(count, SIZE),)](
+            parameter,
+            gradient,
+            gradient if fisher is None else fisher,
+            mean_gradient,
+            mean_squared_fisher,
+            count,
+            beta2,
+            1 - beta1,
+            1 - beta2,
+            length,
+            damping,
+            fisher is not None,
+            block_size,
+            SIZE,
+        )
