@@ -64,11 +64,11 @@ class Entry:
 
 RULE_RATES = (0.001, 0.003, 0.01, 0.0003, 0.03)
 ENTRIES = {
-    "Adam": Entry("adam", (0.001, 0.003, 0.01, 0.0003, 0.03), allowance=4),
-    "Adam, decaying over 2 N": Entry("adam-decay", (0.01, 0.003, 0.03), allowance=2),
-    "Adam, decaying over 4 N": Entry("adam-decay", (0.01, 0.003, 0.03), allowance=4),
-    "momentum": Entry("sgd", (0.03, 0.1, 0.01, 0.003, 0.3), (("momentum", 0.9),)),
-    "SGD": Entry("sgd", (0.3, 0.1, 1.0, 0.03, 0.01), allowance=10),
+    "Adam": Entry("adam", (0.003, 0.005, 0.002, 0.01, 0.001, 0.0003, 0.03), allowance=4),
+    "Adam, decaying over 2 N": Entry("adam-decay", (0.005, 0.01, 0.003, 0.03, 0.001), allowance=2),
+    "Adam, decaying over 4 N": Entry("adam-decay", (0.005, 0.01, 0.003, 0.03, 0.001), allowance=4),
+    "momentum": Entry("sgd", (0.05, 0.03, 0.1, 0.01, 0.003, 0.3), (("momentum", 0.9),)),
+    "SGD": Entry("sgd", (0.1, 0.2, 0.3, 1.0, 0.03, 0.01), allowance=10),
     "paper's SGD": Entry("sgd", (0.001,), allowance=10),
     "paper's rule": Entry("diagonal-fisher", RULE_RATES),
     "paper's rule, Γ every 4th step": Entry("diagonal-fisher", RULE_RATES, (("fisher_every", 4),), final=False),
