@@ -20,6 +20,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from fedforget import __version__, cli
+from fedforget.demo import run_demo
 from fedforget.runs import RunFolder
 from tests.commands import TRAIN, contents, done, fedforget, refused
 
@@ -162,6 +163,48 @@ def test_the_demo_proves_what_it_shows(here: Path) -> None:
     record = RunFolder.open(here / "RUN").release(2)
     assert (record.digest, record.deleted) == (shown["digest"], {"silo-3": 29})
     assert "RUN holds a run already" in refused(here / "RUN", "demo", "--out", "RUN")
+
+
+def test_the_demo_goes_on_where_it_was_killed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KilledError(BaseException):
+        pass
+
+    def killed(*_: object, **__: object) -> None:
+        raise KilledError
+
+    # After the training; after the release, before its baseline and its proof; and at the very end.
+    for target in ("fedforget.engine.Engine.delete", "fedforget.engine.Engine._measure_baseline", "WRITE"):
+        with monkeypatch.context() as patched:
+            patched.setattr("fedforget.demo.write_report" if target == "WRITE" else target, killed)
+            with pytest.raises(KilledError):
+                run_demo(here / "RUN")
+    shown = done("demo", "--out", "RUN", "--json").json
+    assert (shown["bit_identical"], shown["samples_deleted"]) == (True, 29)
+    assert len(RunFolder.open(here / "RUN").versions()) == 2
+    assert "RUN holds a run already" in refused(here / "RUN", "demo", "--out", "RUN")
+
+
+def test_what_is_named_twice_is_deleted_once_and_whole(run: Path, here: Path) -> None:
+    run.rename(here / "again")
+    (here / "a.txt").write_text("20\n21\n")
+    (here / "b.txt").write_text("21\n22\n")
+    forgot = done("forget", "again", "--silo", "silo-2", "--ids", "8", "--ids", "9,10", "--json").json
+    assert forgot["deleted"] == {"silo-2": 3}
+    forgot = done("forget", "again", "--silo", "silo-2", "--ids-file", "a.txt", "--ids-file", "b.txt", "--json").json
+    assert forgot["deleted"] == {"silo-2": 3}
+    (here / "q.json").write_text("{}")
+    assert "given twice" in refused(here / "again", "forget", "again", "--request", "q.json", "--request", "q.json")
+
+
+def test_own_data_by_site_is_a_silo_for_each_site(here: Path) -> None:
+    (here / "own.py").write_text(
+        "import torch, fedforget as ff\n"
+        "def data():\n"
+        "    rows = {s: [(f'{s}{i}', torch.randn(4), i % 2) for i in range(20)] for s in 'st'}\n"
+        "    return ff.Dataset('own', classes=('a', 'b'), sites=rows)\n"
+    )
+    done("train", "--dataset", "own:data", "--rounds", 1, "--out", "RUN")
+    assert RunFolder.open(here / "RUN").description()["silos"] == ["s", "t"]
 
 
 def test_tables_for_people(here: Path) -> None:
@@ -343,7 +386,7 @@ def test_ctrl_c_is_a_pause(here: Path) -> None:
     assert err == "fedforget: stopped; the same command goes on from here\n"
     listed = done("releases", "RUN", "--json").json
     assert listed == {"releases": [], "unfinished": True}
-    assert done("releases", "RUN").out == "Work is not finished here: run the same command again.\n"
+    assert done("releases", "RUN").out == "Training is not finished here: run the same command again.\n"
     assert "a training by another plan" in refused(here / "RUN", "train", *TRAIN, "--out", "RUN")
 
 

@@ -698,3 +698,54 @@ def test_a_retraining_may_choose_another_batch_size() -> None:
     federation = small.federation(DATA)
     federation.train(PLAN)
     assert federation.forget({"silo-0": [1]}, ff.Retrain(batch_size=3)).plan.batch_size == 3
+
+
+# Sources and requests that are not what they seem
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ((row for row in small.samples(5, 1)), "can be read only once"),
+        (map(tuple, small.samples(5, 1)), "can be read only once"),
+        ([(1, torch.zeros(4))], r"yields what is not \(id, x, y\)"),
+        (5, "cannot be read: TypeError"),
+    ],
+)
+def test_sources_that_cannot_be_read_again_or_at_all_are_refused(source: Any, message: str) -> None:
+    with pytest.raises(ff.DataError, match=message):
+        small.federation({"silo-0": source, "silo-1": small.samples(5, 2)})
+
+
+def test_what_is_no_option_or_another_number_of_classes_is_refused() -> None:
+    with pytest.raises(TypeError, match="'foldr' is no option of a federation: use folder, device"):
+        small.federation(DATA, foldr="run")
+    with pytest.raises(ff.PlanError, match="classes is 20: this federation has 3; leave it out"):
+        small.federation(DATA).train(replace(PLAN, classes=20))
+
+
+def test_a_request_that_comes_while_a_source_cannot_delete_is_told_that_nothing_of_it_was_done(tmp_path: Path) -> None:
+    data = stored()
+    federation = small.federation(data, tmp_path / "run")
+    federation.train(PLAN)
+    data["silo-0"].failures = 2
+    with pytest.raises(ff.DeletionError, match="its source still holds it"):
+        federation.forget({"silo-0": [1]}, FISHER)
+    with pytest.raises(ff.SiloError, match="of the new request nothing was noted or deleted: give it again"):
+        federation.forget({"silo-1": [2]}, FISHER)
+    assert 2 in federation.samples("silo-1").ids
+    assert dict(federation.forget({"silo-1": [2]}, FISHER).deleted) == {"silo-0": 1, "silo-1": 1}
+
+
+def test_the_note_of_a_deletion_tells_no_id_to_whoever_tries_them_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = []
+    for name in ("one", "two"):
+        federation = trained(tmp_path / name)
+        with pytest.raises(ff.SiloError, match="diverged"):
+            federation.forget({"silo-0": [1]}, ff.Retrain(ff.Choice("sgd", {"lr": 1e38}), rounds=3))
+        notes.append(federation.folder.pending())
+        # A repeated one is recognised all the same.
+        assert federation.forget({"silo-0": [1]}, FISHER).version == 2
+    assert notes[0]["requests"] != notes[1]["requests"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -281,14 +282,18 @@ def forget(
     silo: Annotated[
         list[str] | None, option("The silo whose samples are deleted; may be repeated.", "NAME", WHAT)
     ] = None,
-    ids: Annotated[str | None, option("Sample ids, separated by commas.", "ID,ID,…", WHAT)] = None,
-    ids_file: Annotated[Path | None, option("A file with one sample id a line.", "FILE", WHAT)] = None,
+    ids: Annotated[
+        list[str] | None, option("Sample ids, separated by commas; may be repeated.", "ID,ID,…", WHAT)
+    ] = None,
+    ids_file: Annotated[
+        list[Path] | None, option("A file with one sample id a line; may be repeated.", "FILE", WHAT)
+    ] = None,
     fraction: Annotated[
         float | None, option("Delete this share of all training samples at each named silo.", None, WHAT)
     ] = None,
     whole_silo: Annotated[bool, flag("--whole-silo", "Delete all that each named silo holds.", WHAT)] = False,
     request: Annotated[
-        Path | None,
+        list[Path] | None,
         option('Several silos at once: a JSON file like {"silo-1": [3, 17], "silo-2": "all"}.', "FILE", WHAT),
     ] = None,
     method: Annotated[str | None, option("A name of `fedforget methods`; default: rapid.", "NAME", HOW)] = None,
@@ -407,8 +412,13 @@ def releases(run: RunArgument, as_json: JsonOption = False) -> None:
         show(rows)
     if unfinished is not None and unfinished.get("failed"):
         say("The last training failed: train again by another plan, as with a smaller --lr.")
+    elif unfinished is not None and unfinished["method"]:
+        say(
+            "A deletion is not finished here: `fedforget forget` without samples finishes it; should its training "
+            "fail, by another --method, --optimizer or --lr."
+        )
     elif unfinished is not None:
-        say("Work is not finished here: run the same command again.")
+        say("Training is not finished here: run the same command again.")
 
 
 @app.command("methods")
@@ -474,22 +484,24 @@ def samples_of(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
 
 def deletions(
     silos: list[str] | None,
-    ids: str | None,
-    ids_file: Path | None,
+    ids: list[str] | None,
+    ids_file: list[Path] | None,
     fraction: float | None,
     whole_silo: bool,
-    request: Path | None,
+    request: list[Path] | None,
 ) -> Deletions | None:
     """What the options of `forget` ask to delete; None where they name nothing."""
-    ways = [ids is not None, ids_file is not None, fraction is not None, whole_silo, request is not None]
+    ways = [bool(ids), bool(ids_file), fraction is not None, whole_silo, bool(request)]
     if not silos and not any(ways):
         return None
     if sum(ways) != 1:
         raise DeletionError("say what to delete by one of --ids, --ids-file, --fraction, --whole-silo and --request")
-    if request is not None:
+    if request:
         if silos:
             raise DeletionError("--request names the silos itself: leave --silo out")
-        return _request_file(request)
+        if len(request) > 1:
+            raise DeletionError("--request is given twice: put all into one file")
+        return _request_file(request[0])
     if not silos:
         raise DeletionError("say where to delete by --silo")
     if fraction is not None:
@@ -498,7 +510,8 @@ def deletions(
         return dict.fromkeys(silos, "all")
     if len(silos) != 1:
         raise DeletionError("--ids and --ids-file are of one silo: for several, use --request")
-    return {silos[0]: _lines(ids_file) if ids is None else _listed(ids)}
+    named = [_listed(text) for text in ids or ()] + [_lines(path) for path in ids_file or ()]
+    return {silos[0]: list(itertools.chain.from_iterable(named))}
 
 
 def _listed(ids: str) -> list[str]:
@@ -509,8 +522,7 @@ def _listed(ids: str) -> list[str]:
     return [text for text in named if text]
 
 
-def _lines(path: Path | None) -> list[str]:
-    assert path is not None
+def _lines(path: Path) -> list[str]:
     try:
         # Spreadsheets and editors on Windows begin a text with a byte order mark.
         return [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
@@ -528,7 +540,7 @@ def _request_file(path: Path) -> Deletions:
 
     try:
         content = json.loads("\n".join(_lines(path)), object_pairs_hook=once)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DeletionError(f"{path} is not valid JSON: {error}") from error
     good = isinstance(content, dict) and all(
         part == "all" or (isinstance(part, list) and all(type(sample_id) in (int, str) for sample_id in part))
@@ -686,6 +698,9 @@ def _ended() -> int | None:
     except Exception as error:
         if isinstance(error, usage_error):
             return told(_usage(error))
+        if isinstance(error, OSError):
+            where = "" if error.filename is None else f": {error.filename}"
+            return told(f"{error.strerror or error}{where}")
         traceback.print_exc()
         return UNEXPECTED
     return code

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from fedforget.data import datasets
 from fedforget.errors import PlanError
 from fedforget.sources import Origin, Partition, PartitionKind
 from fedforget.types import Choice, Plan
@@ -120,7 +121,11 @@ class TrainConfig:
         elif self.dataset.startswith("hub:"):
             options = {"input_column": self.input_column, "label_column": self.label_column}
         data_dir = None if self.data_dir is None else str(Path(self.data_dir).resolve())
-        partition = Partition(self.partition_kind, self.silos, self.alpha, self.shards, self.partition_seed)
+        kind = self.partition_kind
+        own = ":" in self.dataset and not self.dataset.startswith("hub:")
+        if self.partition is None and own and datasets.load(self.dataset).sites:
+            kind = "sites"
+        partition = Partition(kind, self.silos, self.alpha, self.shards, self.partition_seed)
         return Origin(self.dataset, partition, data_dir, options)
 
     def model_name(self) -> str:
@@ -169,7 +174,7 @@ def parsed_settings(texts: list[str] | None) -> dict[str, Any] | None:
             raise PlanError(f"setting {text!r} is not of the form NAME=VALUE")
         try:
             settings[name] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             settings[name] = value
     return settings
 
@@ -231,7 +236,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = tomllib.loads(path.read_text())
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is not valid TOML: {error}") from error
     known = sorted(_KINDS)
     for name in content:

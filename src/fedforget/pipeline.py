@@ -22,7 +22,7 @@ from fedforget import models, optim
 from fedforget.data import datasets
 from fedforget.data.tombstones import Tombstones
 from fedforget.engine import Engine, Progress, method_name, named_method
-from fedforget.errors import DataError, DeletionError, FedforgetError, PlanError, RunFolderError
+from fedforget.errors import DataError, DeletionError, FedforgetError, PlanError, RunFolderError, SiloError
 from fedforget.federation.links.in_process import InProcessLink
 from fedforget.federation.registry import Registry
 from fedforget.federation.silo import Silo, plain_id, read_source
@@ -76,6 +76,9 @@ class Federation:
         the data came from, so that a command can open the run's folder again.
         """
         _check_names(sources)
+        unknown = sorted(set(options) - Options.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"{unknown[0]!r} is no option of a federation: use {', '.join(Options.__annotations__)}")
         given = options.get("folder")
         path = Path(tempfile.mkdtemp(prefix="fedforget-") if given is None else given)
         if given is None:
@@ -216,6 +219,8 @@ class Federation:
         complete = dataclasses.replace(
             plan, **{name: value for name, value in known.items() if vars(plan)[name] is None}
         )
+        if complete.classes != known["classes"]:
+            raise PlanError(f"classes is {complete.classes}: this federation has {known['classes']}; leave it out")
         if self._engine.test is None and not complete.holdout:
             raise PlanError("there is no public test split and holdout is 0: there would be nothing to evaluate on")
         return complete
@@ -267,12 +272,14 @@ class Federation:
                 raise RunFolderError("no model is released yet: train first")
             if work is not None and work.plan is not None:
                 raise RunFolderError("training is not finished here: run `train` again with the same plan first")
-            asked = None if request is None else request_digest(request)
-            if ended is not None and ended.method is not None and (asked is None or asked in ended.requests):
+            # Without its key no request was ever noted.
+            key = self.folder.request_key()
+            asked = None if request is None or key is None else request_digest(request, key)
+            if ended is not None and ended.method is not None and (request is None or asked in ended.requests):
                 return self._engine.release(ended.version)
             if work is None and request is None:
                 raise DeletionError("no sample to delete was named, and no deletion waits to be finished")
-            repeated = work is not None and (asked is None or asked in work.requests)
+            repeated = work is not None and (request is None or asked in work.requests)
             if work is not None and repeated and (method is None or _same(work, method)):
                 return self._engine.finish(work, method)
             return self._delete_and_retrain(work, None if repeated else request, method, baseline=baseline)
@@ -299,7 +306,15 @@ class Federation:
         # What can be refused of the new request is refused before any of it is deleted.
         coordinator.check(method.plan(original))
         if work is not None:
-            self._engine.delete(work, original)
+            try:
+                self._engine.delete(work, original)
+            except FedforgetError as error:
+                if request is None:
+                    raise
+                raise SiloError(
+                    f"an earlier deletion is not done yet: {error}; of the new request nothing was noted or deleted: "
+                    "give it again afterwards"
+                ) from error
         ids = {} if request is None else self._ids(request, original)
         replies = coordinator.forget(original, ids, commit=False)
         new = {name: reply.deleted for name, reply in replies.items() if reply.deleted}
@@ -315,13 +330,14 @@ class Federation:
                 "this would delete every training sample of every silo: nothing would be left to train on"
             )
         before = work or Work(version=served.version + 1)
+        key = self.folder.request_key() or self.folder.new_request_key()
         work = Work(
             version=before.version,
             attempt=before.attempt + 1,
             method=method_name(method),
             settings=settings_of(method),
             baseline=baseline or before.baseline,
-            requests=before.requests if request is None else (*before.requests, request_digest(request)),
+            requests=before.requests if request is None else (*before.requests, request_digest(request, key)),
             ids=ids,
             deleted={name: before.deleted.get(name, 0) + new.get(name, 0) for name in sorted({*before.deleted, *new})},
         )

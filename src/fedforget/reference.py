@@ -6,6 +6,7 @@ only those that remain.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -57,24 +58,22 @@ def in_fresh_process(job: ReferenceJob) -> Reference:
     # Imported here, for only this needs it: models and methods defined in a script or notebook are sent by value.
     import cloudpickle
 
-    with tempfile.TemporaryDirectory(prefix="fedforget-reference-") as name:
-        folder = Path(name)
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        command = [sys.executable, "-c", "from fedforget.reference import main; main()", str(folder)]
-        # The samples go by a pipe: a file of them would outlive a killed process.
-        done = subprocess.run(
-            command,
-            input=cloudpickle.dumps(job),
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            check=False,
-        )
-        if done.returncode:
-            reason = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-            raise FedforgetError(f"the reference could not be trained in a fresh process: {reason}")
-        made = torch.load(folder / "made.pt", weights_only=True)
-        plan = Plan.from_dict(json.loads(made["plan"]))
-        return Reference(plan, made["state"], Fit(**made["fit"]) if made["fit"] else None, made["samples"])
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    command = [sys.executable, "-c", "from fedforget.reference import main; main()"]
+    # Samples and weights go by pipes: files of them would outlive a killed process.
+    done = subprocess.run(
+        command,
+        input=cloudpickle.dumps(job),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        reason = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        raise FedforgetError(f"the reference could not be trained in a fresh process: {reason}")
+    made = torch.load(io.BytesIO(done.stdout), weights_only=True)
+    plan = Plan.from_dict(json.loads(made["plan"]))
+    return Reference(plan, made["state"], Fit(**made["fit"]) if made["fit"] else None, made["samples"])
 
 
 def carry_out(job: ReferenceJob, folder: Path) -> Reference:
@@ -95,12 +94,14 @@ def carry_out(job: ReferenceJob, folder: Path) -> Reference:
 
 
 def main() -> None:
-    """Carry out the job that comes by standard input, and leave what it made in the folder that is named."""
-    folder = Path(sys.argv[1])
+    """Carry out the job that comes by standard input, and answer on standard output with what it made."""
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # What a model of the user's prints is no part of the answer.
     job = pickle.load(sys.stdin.buffer)
     adopt(job.environment)
     try:
-        made = carry_out(job, folder)
+        with tempfile.TemporaryDirectory(prefix="fedforget-reference-") as name:
+            made = carry_out(job, Path(name))
     except FedforgetError as error:
         sys.exit(str(error))
     content = {
@@ -109,4 +110,7 @@ def main() -> None:
         "fit": vars(made.fit) if made.fit else None,
         "samples": dict(made.samples),
     }
-    torch.save(content, folder / "made.pt")
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    with answer:
+        answer.write(buffer.getbuffer())

@@ -18,6 +18,7 @@ import io
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -202,6 +203,18 @@ class RunFolder:
             else:
                 self.write_json("run.json", self._planned)
         self.write_json("pending.json", work)
+
+    def request_key(self) -> bytes | None:
+        """The key of the hashes by which requests are recognised; None before the first."""
+        path = self.path / "request-key"
+        with _told(self.path), whole(path):
+            return bytes.fromhex(path.read_text()) if path.exists() else None
+
+    def new_request_key(self) -> bytes:
+        """Make that key; durable when it returns."""
+        key = secrets.token_bytes(32)
+        self.write_text("request-key", key.hex())
+        return key
 
     def clear_pending(self) -> None:
         """The work is done: nothing of it is left but its release."""

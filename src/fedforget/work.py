@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Work:
     settings: Mapping[str, Any] = field(default_factory=dict)
     baseline: bool = False
     requests: tuple[str, ...] = ()
-    """Digests of the deletion requests that it answers."""
+    """Keyed hashes of the deletion requests that it answers, by which a repeated one is recognised."""
     ids: Mapping[str, Sequence[SampleId] | None] | None = None
     """What silos have still to delete; None, and so kept nowhere, once all have acknowledged."""
     deleted: Mapping[str, int] = field(default_factory=dict)
@@ -58,10 +58,10 @@ Deletions = Mapping[str, Sequence[SampleId] | Share | Literal["all"]]
 """What to delete at each silo: sample ids, a share, or all that it holds."""
 
 
-def request_digest(request: Deletions) -> str:
-    """What tells one deletion request from another; kept only while the work is under way."""
+def request_digest(request: Deletions, key: bytes) -> str:
+    """What tells one deletion request from another; without the key nobody can try ids out on it."""
     plain = {
         silo: ["share", part.rate] if isinstance(part, Share) else part if part == "all" else sorted(map(str, part))
         for silo, part in request.items()
     }
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    return hmac.digest(key, json.dumps(plain, sort_keys=True).encode(), "sha256").hex()

@@ -260,3 +260,12 @@ def test_heart_disease(tmp_path):
     assert x.shape == (13,)
     assert torch.isnan(x).nonzero().flatten().tolist() == [10, 11, 12]
     assert not isinstance(dataset.sites["va"], PhysicalDeletion)
+
+
+def test_a_file_of_any_case_is_a_site_and_none_counts_twice(tmp_path):
+    for name in ("north.CSV", "south.csv"):
+        (tmp_path / name).write_text("x,y\n1,0\n2,1\n")
+    assert sorted(csv_sites(tmp_path, "y").sites) == ["north", "south"]
+    (tmp_path / "north.csv").write_text("x,y\n1,0\n")
+    with pytest.raises(DataError, match="holds two files of one site"):
+        csv_sites(tmp_path, "y")

@@ -214,3 +214,17 @@ def test_a_matrix_without_numbers_is_left_alone() -> None:
     optimizer = Muon(model)
     (model(torch.ones(1, 4)).sum() + model.empty.sum()).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-23, 1e-10, 1.0, 1e19, 1e37])
+def test_a_step_is_as_long_however_large_the_gradient_is(size: float) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(30, 40, bias=False)
+    optimizer = Muon(layer, momentum=0.0)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.randn(40, 30) * size
+    optimizer.step()
+    length = float((layer.weight.detach() - before).norm())
+    assert 0 < length < 1.3 * 0.07 * math.sqrt(40 / 30) * math.sqrt(30)
+    if size > 1e-40:  # smaller numbers are no more than a few steps of the smallest
+        assert length > 0.7 * 0.07 * math.sqrt(40 / 30) * math.sqrt(30)

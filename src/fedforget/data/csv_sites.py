@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -40,9 +41,12 @@ def csv_sites(
     them wherever a deletion may remove the last sample of a class. `erase`: a deletion also rewrites the file.
     """
     folder = needed(Path(folder))
-    paths = sorted(path for path in folder.glob("*.csv") if not path.name.startswith("."))
+    found = (path for path in folder.glob("*.[cC][sS][vV]") if not path.name.startswith("."))
+    paths = sorted(found, key=lambda path: (path.stem, path.name))
     if not paths:
         raise DataError(f"{folder} holds no CSV file: put one file per site there")
+    if twice := [later.name for earlier, later in itertools.pairwise(paths) if earlier.stem == later.stem]:
+        raise DataError(f"{folder} holds two files of one site, as {twice[0]}: put all of its rows into one")
     if erase and id_column is None:
         raise DataError(
             "erase=True needs id_column: without one a sample's id is its row number, "

@@ -41,10 +41,21 @@ def read_source(source: DataSource) -> Samples:
     """All samples of a source, in the order of their ids."""
     if isinstance(source, Samples):
         return Samples(tuple(plain_id(value) for value in source.ids), source.x, _labels(source.y)).ordered()
-    rows = list(source)
+    try:
+        once = iter(source) is source
+        rows = [] if once else list(source)
+    except FedforgetError:
+        raise
+    except Exception as error:  # the source may be the user's
+        raise DataError(f"a data source cannot be read: {type(error).__name__}: {error}") from error
+    if once:
+        raise DataError("a data source can be read only once: give a list, or an object with __iter__")
     if not rows:
         return Samples((), torch.empty(0), torch.empty(0, dtype=torch.long))
-    ids, inputs, labels = zip(*rows, strict=True)
+    try:
+        ids, inputs, labels = zip(*rows, strict=True)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a data source yields what is not (id, x, y): {error}") from error
     try:
         x = torch.stack([torch.as_tensor(value) for value in inputs])
         y = torch.as_tensor(labels)

@@ -204,9 +204,11 @@ def _lying(matrix: Tensor) -> Tensor:
 
 
 def _polar(matrices: Tensor) -> Tensor:
-    # The Frobenius norm bounds the largest singular value; a gradient of zeros stays zeros.
-    norms = matrices.norm(dim=(1, 2), keepdim=True)
-    matrices = matrices / norms.clamp(min=torch.finfo(matrices.dtype).tiny)
+    # Divided by their largest number first: the squares of tiny ones would vanish, those of huge ones overflow. Then by
+    # the Frobenius norm, which bounds the largest singular value; a gradient of zeros stays zeros.
+    tiny = torch.finfo(matrices.dtype).tiny
+    matrices = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=tiny)
+    matrices = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=tiny)
     for a, b, c in QUINTICS:
         gram = matrices @ matrices.mT
         matrices = torch.baddbmm(matrices, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrices, beta=a)
