@@ -75,7 +75,7 @@ def _smoothed(diagonal: Tensor) -> Tensor:
 
 def _train_keeping_graphs(
     model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, plan: Plan, number: int, silo: str
-) -> float:
+) -> Tensor:
     """The project's local training, with gradients that can be differentiated once more."""
     model.train()
     total = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -91,7 +91,7 @@ def _train_keeping_graphs(
         optimizer.step()
         total += loss.detach() * len(positions)
         seen += len(positions)
-    return float(total) / seen
+    return total / seen
 
 
 @contextmanager

@@ -50,7 +50,8 @@ class KroneckerFisher(torch.optim.Optimizer):
         if state.get("step", 0) % self.param_groups[0]["every"]:
             return
         total, size = len(x), max(1, round(self.param_groups[0]["share"] * len(x)))
-        x, gradient = x[:size], gradient[:size] * total
+        # Under autocast they may come in half precision.
+        x, gradient = x[:size].to(layer.weight.dtype), gradient[:size].to(layer.weight.dtype) * total
         if isinstance(layer, nn.Conv2d):
             inputs = _patches(layer, x)
             outputs = gradient.flatten(2).transpose(1, 2).flatten(0, 1)

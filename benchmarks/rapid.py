@@ -8,9 +8,11 @@ is measured is the training after it, from a fresh model. First the default of `
 rounds that it takes, N, set how many the others get. Then a grid of learning rates for each optimizer, at the first
 batch size on seed 0, trained on nine tenths of the training samples and judged on the other tenth; it grows while the
 best lies at its edge, and a rate that needs over twice the rounds of the best so far is given up. Then the default and
-the best of each on all seeds and the test split; what is compared with one another, a seed's runs, is made in one go.
+the best of each on all seeds and the test split, at other batch sizes on the first seed alone; what is compared with
+one another, a seed's runs, is made in one go.
 Each run is a line of OUT/rapid.jsonl; what is there already is not made again, so this program goes on where it ended.
-With --grid-only, programs for different --optimizers may run beside one another.
+With --beside, programs for different --optimizers may run beside one another on one device: their rounds count, and
+their seconds are not shown.
 """
 
 from __future__ import annotations
@@ -56,31 +58,31 @@ class Entry:
     optimizer: str
     rates: tuple[float, ...]
     settings: tuple[tuple[str, float], ...] = ()
-    allowance: int = 3
+    allowance: int = 2
     """How many times N the rounds are that it gets."""
-    final: bool = True
-    """Whether it has runs on all seeds; others only show, by their grid, what a setting does."""
+    seeds: int | None = None
+    """On how many seeds it has final runs, at most; with none it only shows, by its grid, what a setting does."""
 
 
 RULE_RATES = (0.001, 0.003, 0.01, 0.0003, 0.03)
 ENTRIES = {
     "Adam": Entry("adam", (0.003, 0.005, 0.002, 0.01, 0.001, 0.0003, 0.03), allowance=4),
     "Adam, decaying over 2 N": Entry("adam-decay", (0.005, 0.01, 0.003, 0.03, 0.001), allowance=2),
-    "Adam, decaying over 4 N": Entry("adam-decay", (0.005, 0.01, 0.003, 0.03, 0.001), allowance=4),
+    "Adam, decaying over 4 N": Entry("adam-decay", (0.005, 0.01, 0.003, 0.03, 0.001), allowance=4, seeds=0),
     "momentum": Entry("sgd", (0.05, 0.03, 0.1, 0.01, 0.003, 0.3), (("momentum", 0.9),)),
     "SGD": Entry("sgd", (0.1, 0.2, 0.3, 1.0, 0.03, 0.01), allowance=10),
-    "paper's SGD": Entry("sgd", (0.001,), allowance=10),
+    "paper's SGD": Entry("sgd", (0.001,), allowance=10, seeds=1),
     "paper's rule": Entry("diagonal-fisher", RULE_RATES),
-    "paper's rule, Γ every 4th step": Entry("diagonal-fisher", RULE_RATES, (("fisher_every", 4),), final=False),
-    "paper's rule, Γ from an eighth": Entry("diagonal-fisher", RULE_RATES, (("fisher_share", 0.125),), final=False),
-    "paper's rule, undamped": Entry("diagonal-fisher", RULE_RATES, (("eps", 1e-8),)),
+    "paper's rule, Γ every 4th step": Entry("diagonal-fisher", RULE_RATES, (("fisher_every", 4),), seeds=0),
+    "paper's rule, Γ from an eighth": Entry("diagonal-fisher", RULE_RATES, (("fisher_share", 0.125),), seeds=0),
+    "paper's rule, undamped": Entry("diagonal-fisher", RULE_RATES, (("eps", 1e-8),), seeds=1),
     "paper's rule, undamped, Γ every 4th step": Entry(
-        "diagonal-fisher", RULE_RATES, (("eps", 1e-8), ("fisher_every", 4)), final=False
+        "diagonal-fisher", RULE_RATES, (("eps", 1e-8), ("fisher_every", 4)), seeds=0
     ),
     "Muon": Entry("muon", (0.07, 0.1, 0.05, 0.14, 0.035)),
-    "AdaHessian": Entry("adahessian", (0.1, 0.3, 0.03, 0.01, 1.0), allowance=2),
-    "K-FAC": Entry("kronecker-fisher", (0.1, 0.3, 0.03, 1.0), allowance=2),
-    "SOAP": Entry("soap", (0.003, 0.01, 0.001, 0.03), allowance=2),
+    "AdaHessian": Entry("adahessian", (0.1, 0.3, 0.03, 0.01, 1.0)),
+    "K-FAC": Entry("kronecker-fisher", (0.3, 1.0, 0.1, 0.03), seeds=1),
+    "SOAP": Entry("soap", (0.003, 0.01, 0.001, 0.03), seeds=1),
 }
 """A rate that is likely to be good comes first, so that others are given up early."""
 DEFAULT = "rapid"
@@ -127,8 +129,9 @@ class Bench:
         return torch.cuda.get_device_name(given) if "cuda" in given else given
 
     def mine(self, line: dict[str, Any]) -> bool:
-        """Whether a run is of this dataset and device."""
-        return (line["dataset"], line["device"]) == (self.arguments.dataset, self.device)
+        """Whether a run is of this dataset, device and arithmetic."""
+        wanted = (self.arguments.dataset, self.device, self.arguments.autocast)
+        return (line["dataset"], line["device"], line["autocast"]) == wanted
 
     def run(
         self,
@@ -147,6 +150,9 @@ class Bench:
         for line in self.lines:
             # A run that was given fewer rounds than are wanted now, and did not arrive, is made again.
             if line["settings"] == settings and all(line[part] == value for part, value in key.items()):
+                if stage == "final" and not line["alone"] and not self.arguments.beside:
+                    self.replace([line], [])
+                    break
                 ended = line["diverged"] or line["given_up"] or reached(line, self.target)
                 if ended or len(line["accuracy"]) >= rounds:
                     return line
@@ -173,12 +179,14 @@ class Bench:
             optimizers=BESIDES,
             on_round=on_round,
         )
-        # The model before does not enter the one after, so one round of it is enough here.
-        federation.train(ff.Plan(rounds=1, batch_size=batch, optimizer=ff.optim.SGD(lr=0.001), seed=seed))
+        # The model before does not enter the one after, so one round of it is enough here; and whatever is compiled
+        # for an optimizer once, is compiled in it.
+        plan = ff.Plan(rounds=1, batch_size=batch, optimizer=choice, seed=seed, autocast=self.arguments.autocast)
         method = ff.Retrain(choice, rounds=rounds, target_accuracy=self.target)
         diverged = given_up = False
         with keeping_graphs() if choice.name == "adahessian" else nullcontext():
             try:
+                federation.train(plan)
                 federation.forget({FORGETS: ff.Share(RATE)}, method)
             except ff.SiloError as error:
                 diverged = True
@@ -193,6 +201,8 @@ class Bench:
             **key,
             "judged_on": "validation" if stage == "grid" else "test",
             "device": self.device,
+            "autocast": self.arguments.autocast,
+            "alone": not self.arguments.beside,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "rounds": rounds,
@@ -219,6 +229,11 @@ class Bench:
         if entry.optimizer == "adam-decay":
             settings["steps"] = rounds * math.ceil(samples / SILOS / batch)
         return ff.Choice(entry.optimizer, settings)
+
+    def seeds(self, batch: int) -> list[int]:
+        """All seeds at the first batch size, the first seed at others."""
+        seeds: list[int] = self.arguments.seeds
+        return seeds if batch == self.arguments.batches[0] else seeds[:1]
 
     def drop_unless_whole(self, batch: int, seed: int, names: list[str]) -> None:
         """Forget a seed's final runs where some are missing: they must be made in one go, on one machine."""
@@ -316,15 +331,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--most", type=int, default=200, help="rounds that the default may take")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--beside", action="store_true", help="other programs run on the device: do not show seconds")
+    parser.add_argument("--autocast", action="store_true", help="forward and backward passes in bfloat16")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--table", action="store_true", help="make no run, print the table of those that are there")
     parser.add_argument("--plot", type=Path, help="draw error by round and by time into this file (matplotlib)")
     arguments = parser.parse_args()
     if arguments.table:
         present = [line for line in lines_of(arguments.out / "rapid.jsonl") if line["dataset"] == arguments.dataset]
-        for device in sorted({line["device"] for line in present}):
-            print(device)
-            show([line for line in present if line["device"] == device], arguments)
+        for device, autocast in sorted({(line["device"], line["autocast"]) for line in present}):
+            print(f"{device}, bfloat16" if autocast else device)
+            of_device = [line for line in present if (line["device"], line["autocast"]) == (device, autocast)]
+            show(of_device, arguments)
         return
     # Matrix units for products of float32 where a GPU has them, for every optimizer alike.
     torch.set_float32_matmul_precision("high")
@@ -332,7 +350,7 @@ def main() -> None:
     bench = Bench(arguments)
     needed: dict[int, int] = {}
     for batch in arguments.batches:
-        lines = [bench.run("first", DEFAULT, None, batch, seed, arguments.most) for seed in arguments.seeds]
+        lines = [bench.run("first", DEFAULT, None, batch, seed, arguments.most) for seed in bench.seeds(batch)]
         needed[batch] = max(first(line, bench.target) or arguments.most for line in lines)
     grid = arguments.batches[0]
     rates: dict[str, float | None] = {}
@@ -341,12 +359,17 @@ def main() -> None:
         # Its schedule belongs to a rate that decays; the others are compared over fewer rounds than they get.
         allowed = allowance if ENTRIES[name].optimizer == "adam-decay" else min(allowance, GRID_ALLOWANCE)
         rates[name] = bench.best_rate(name, grid, allowed * needed[grid])
-    names = [DEFAULT, *(name for name in arguments.optimizers if ENTRIES[name].final)]
     rates[DEFAULT] = None
     if arguments.grid_only:
         return
     # Side by side: each seed's runs one after the other, so that whatever slows the machine slows all of them.
-    for batch, seed in itertools.product(arguments.batches, arguments.seeds):
+    for batch, (number, seed) in itertools.product(arguments.batches, enumerate(arguments.seeds)):
+        if seed not in bench.seeds(batch):
+            continue
+        entries = {name: ENTRIES[name].seeds for name in arguments.optimizers}
+        # Beside other programs, what the others are compared with would be measured for nothing.
+        names = [] if arguments.beside else [DEFAULT]
+        names += [name for name, most in entries.items() if most is None or number < most]
         bench.drop_unless_whole(batch, seed, names)
         for name in names:
             allowed = arguments.most if name == DEFAULT else ENTRIES[name].allowance * needed[batch]
@@ -392,7 +415,8 @@ def table(lines: list[dict[str, Any]], accuracies: list[float]) -> None:
             missed = max(
                 (len(line["accuracy"]) for line, at in zip(runs, rounds, strict=True) if at is None), default=0
             )
-            cells.append(f"> {missed}" if missed else f"{mean(list(rounds))} / {mean(seconds)}")
+            timed = f" / {mean(seconds)}" if all(line["alone"] for line in runs) else ""
+            cells.append(f"> {missed}" if missed else f"{mean(list(rounds))}{timed}")
         shown = "default" if rate is None else f"{rate:g}"
         print(f"{name:<24} {shown:>7} {batch:>5} {len(runs):>5} " + " ".join(f"{cell:>16}" for cell in cells))
 
@@ -411,7 +435,8 @@ def plot(lines: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         error = [100 * (1 - value) for value in line["accuracy"]]
         style = {"color": colormaps["tab20"](number), "linewidth": 3 if line["entry"] == DEFAULT else 1.3}
         by_round.plot(range(1, len(error) + 1), error, label=line["entry"], **style)
-        by_time.plot(line["seconds"], error, **style)
+        if line["alone"]:
+            by_time.plot(line["seconds"], error, **style)
     for axes, label in ((by_round, "round"), (by_time, "seconds of training")):
         axes.axhline(100 * (1 - SETTINGS[arguments.dataset][1][-1]), color="black", linestyle=":", linewidth=1)
         axes.set(xlabel=label, xscale="log", yscale="log")

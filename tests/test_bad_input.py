@@ -240,6 +240,7 @@ TRAININGS: list[tuple[tuple[object, ...], str]] = [
     (("--target-accuracy", 95), "target_accuracy is 95.0: it must lie in (0, 1]"),
     (("--holdout", 1), "holdout is 1.0: it must lie in [0, 1)"),
     (("--holdout", 0.1), "dataset digits has a public test split: leave holdout out"),
+    (("--dtype", "float64", "--autocast"), "autocast computes in bfloat16 for parameters of float32"),
     (("--dtype", "int8"), "'int8' is not one of 'float32', 'float64'"),
     (("--checkpoint-every", -1), "Invalid value for '--checkpoint-every'"),
     (("--device", "abacus"), "device 'abacus' cannot be used here"),
@@ -287,6 +288,7 @@ TABLES: list[tuple[str, str]] = [
     ("[optimizer]\nlr = [1]", "it must be a table of numbers, texts, true and false"),
     ("[aggregation]\nname = 3", "aggregation is 3: it must be a name, or a table with one"),
     ("partition = 'magic'", "partition is 'magic': it must be even, dirichlet, shards, sites"),
+    ("autocast = 1", "autocast is 1: it must be true or false"),
     ("dtype = 'int8'", "dtype is 'int8': it must be float32 or float64"),
     ("alpha = 0.1", "alpha has no effect with partition even"),
 ]

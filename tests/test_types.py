@@ -19,7 +19,8 @@ from tests import small
 values = st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans() | st.text(max_size=5)
 choices = st.builds(Choice, st.text(min_size=1, max_size=5), st.dictionaries(st.text(max_size=5), values, max_size=3))
 plans = st.builds(
-    Plan,
+    lambda autocast, **fields: Plan(autocast=autocast and fields["dtype"] == "float32", **fields),
+    autocast=st.booleans(),
     rounds=st.integers(1, 99),
     optimizer=choices,
     seed=st.integers(),
@@ -61,6 +62,7 @@ def test_every_field_enters_the_digest() -> None:
         "l2": 0.1,
         "target_accuracy": 0.5,
         "dtype": "float64",
+        "autocast": True,
         "model": "mlp",
         "shape": (4,),
         "classes": 3,
@@ -88,6 +90,7 @@ def test_every_field_enters_the_digest() -> None:
         ("holdout", 1.0),
         ("holdout", -0.1),
         ("dtype", "float16"),
+        ("autocast", "yes"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused_by_the_fields_name(field: str, value: Any) -> None:

@@ -178,6 +178,9 @@ def train(
     dtype: Annotated[
         Literal["float32", "float64"] | None, option("Arithmetic; default: float32.", None, LEARNING)
     ] = None,
+    autocast: Annotated[
+        bool | None, flag("--autocast", "Losses and gradients in bfloat16 where torch holds that safe.", LEARNING)
+    ] = None,
     seed: Annotated[
         int | None, option("Of initialisation, order of samples and participation; default: 0.", None, LEARNING)
     ] = None,

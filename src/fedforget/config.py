@@ -59,6 +59,7 @@ class TrainConfig:
     target_accuracy: float | None = None
     holdout: float | None = None
     dtype: Literal["float32", "float64"] = "float32"
+    autocast: bool = False
     seed: int = 0
 
     @staticmethod
@@ -151,6 +152,7 @@ class TrainConfig:
             target_accuracy=self.target_accuracy,
             holdout=self.holdout,
             dtype=self.dtype,
+            autocast=self.autocast,
         )
 
 
@@ -227,6 +229,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "target_accuracy": (_NUMBER, _maybe(_number)),
     "holdout": (_NUMBER, _maybe(_number)),
     "dtype": ("float32 or float64", lambda value: value in ("float32", "float64")),
+    "autocast": ("true or false", lambda value: isinstance(value, bool)),
     "seed": (_WHOLE, _of(int)),
 }
 

@@ -220,8 +220,11 @@ class Engine:
             if _shapes(before.state) == _shapes(result.state):
                 metrics["parameter_distance"] = parameter_distance(before.state, result.state)
             if self.test is not None:
-                after = probabilities(self.registry, result, self.test.x)
-                metrics["output_distance"] = output_distance(before.predict(self.test.x), after)
+                answers = [
+                    probabilities(self.registry, trained, self.test.x, self.device)
+                    for trained in (before.result, result)
+                ]
+                metrics["output_distance"] = output_distance(*answers)
         # Weights that are finite, but huge, can be infinitely far away: such a distance is left out.
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from fedforget.errors import DataError
 from fedforget.federation.preprocessing import prepare
 from fedforget.federation.registry import Registry
+from fedforget.federation.training import EVALUATION_BATCH
 from fedforget.runs import ReleaseRecord
 from fedforget.types import Fit, Plan, RoundRecord, State, TrainingResult
 from fedforget.verify.utility import SpeedUp, sape, speed_up
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,11 @@ class Release:
         return self.record.records
 
     @property
+    def result(self) -> TrainingResult:
+        """What its training gave."""
+        return TrainingResult(self.plan, self.state, self.fit, self.records)
+
+    @property
     def accuracy(self) -> float:
         """Of the last round's model on the evaluation samples."""
         return self.record.records[-1].accuracy
@@ -106,7 +114,7 @@ class Release:
 
     def predict(self, x: Tensor) -> Tensor:
         """The probability of each class for samples as the data source gives them."""
-        return probabilities(self.registry, TrainingResult(self.plan, self.state, self.fit, self.records), x)
+        return probabilities(self.registry, self.result, x)
 
     def verify(self) -> Verification:
         """Train the reference in a fresh process, on what remains, and compare bit for bit."""
@@ -120,8 +128,8 @@ def _built(registry: Registry, plan: Plan, state: State) -> nn.Module:
 
 
 @torch.no_grad()
-def probabilities(registry: Registry, trained: TrainingResult, x: Tensor) -> Tensor:
-    """The probability of each class, for samples as the data source gives them."""
+def probabilities(registry: Registry, trained: TrainingResult, x: Tensor, device: torch.device = CPU) -> Tensor:
+    """The probability of each class, for samples as the data source gives them, computed on a device."""
     plan = trained.plan
     shape = plan.shape or ()
     if x.ndim == len(shape):
@@ -129,6 +137,9 @@ def probabilities(registry: Registry, trained: TrainingResult, x: Tensor) -> Ten
     if tuple(x.shape[1:]) != shape:
         raise DataError(f"the model takes samples of shape {shape}, these have shape {tuple(x.shape[1:])}")
     assert plan.preprocessing is not None, "releases have complete plans"
-    prepared = prepare(x, plan.preprocessing, trained.fit, getattr(torch, plan.dtype))
-    scores: Tensor = _built(registry, plan, trained.state)(prepared)
-    return torch.softmax(scores, dim=1)
+    model = _built(registry, plan, trained.state).to(device)
+    parts = [
+        model(prepare(part.to(device), plan.preprocessing, trained.fit, getattr(torch, plan.dtype))).softmax(1).cpu()
+        for part in torch.split(x, EVALUATION_BATCH)
+    ]
+    return torch.cat(parts)

@@ -166,6 +166,8 @@ class Plan:
     target_accuracy: float | None = None
     """Stop after the first round whose model reaches this accuracy (0 to 1)."""
     dtype: Literal["float32", "float64"] = "float32"
+    autocast: bool = False
+    """Compute losses and gradients in bfloat16 where torch holds that safe; parameters and optimizers keep dtype."""
     model: str | None = None
     shape: tuple[int, ...] | None = None
     classes: int | None = None
@@ -191,6 +193,10 @@ class Plan:
             raise PlanError(f"holdout is {self.holdout!r}: it must lie in [0, 1)")
         if self.dtype not in ("float32", "float64"):
             raise PlanError(f"dtype is {self.dtype!r}: it must be float32 or float64")
+        if type(self.autocast) is not bool:
+            raise PlanError(f"autocast is {self.autocast!r}: it must be true or false")
+        if self.autocast and self.dtype != "float32":
+            raise PlanError("autocast computes in bfloat16 for parameters of float32: leave it out, or set that dtype")
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ from torch.nn import functional
 
 import fedforget as ff
 from fedforget.federation import training
+from fedforget.federation.registry import Registry
+from fedforget.optim import BUILT_IN
 from fedforget.types import Samples
 from tests import small
 
@@ -170,6 +173,27 @@ def test_the_loss_told_is_the_mean_a_sample() -> None:
     expected = functional.cross_entropy(model(part.x), part.y).item()
     frozen = torch.optim.SGD(model.parameters(), lr=0.0)
     assert training.train(model, frozen, part.x, part.y, ff.Plan(batch_size=4), 1, "a") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon", "diagonal-fisher"])
+def test_autocast_computes_in_half_precision_and_keeps_parameters_and_state_in_single(optimizer: str) -> None:
+    seen: list[torch.dtype] = []
+    model = nn.Linear(4, small.CLASSES)
+    model.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+    whole = copy.deepcopy(model)
+    part = small.samples(64, 0)
+    plan = ff.Plan(batch_size=16, autocast=True, optimizer=ff.Choice(optimizer, {"lr": 0.01}))
+    registry = Registry({}, BUILT_IN)
+    for number, each in ((1, model), (2, whole)):
+        stepped = registry.optimizer(plan, each)
+        training.train(each, stepped, part.x, part.y, replace(plan, autocast=number == 1), 1, "a")
+        kept = [
+            value for state in stepped.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        ]
+        assert {tensor.dtype for tensor in (*each.parameters(), *kept)} == {torch.float32}
+    assert set(seen[:4]) == {torch.bfloat16}
+    assert not torch.equal(model.weight, whole.weight)
+    torch.testing.assert_close(model.weight, whole.weight, rtol=0.05, atol=0.02)
 
 
 def test_right_answers_are_counted_over_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ class Coordinator:
             state = {name: tensor.to(self.device) for name, tensor in saved.state.items()}
             records = saved.records
 
+        judge = self._judge(model, plan, constants)
         while _goes_on(plan, records, watch):
             number = len(records) + 1
             chosen = participants(counts, plan.silos_per_round, plan.seed, number)
@@ -122,7 +123,7 @@ class Coordinator:
             state = _aggregated(aggregate, model, plan, [reply.state for reply in replies.values()], samples)
             _synchronize(self.device)
             seconds = time.perf_counter() - started
-            accuracy = self._accuracy(model, plan, state, constants)
+            accuracy = judge(state)
             record = RoundRecord(number, chosen, loss, accuracy, seconds, moved)
             records = (*records, record)
             if self._checkpointed(number) and self.checkpoints is not None:
@@ -195,17 +196,27 @@ class Coordinator:
             except Exception as error:  # both may be the user's: whatever they raise is told with their names
                 raise PlanError(f"model {plan.model!r} cannot be trained by {plan.optimizer}: {error}") from error
 
-    def _accuracy(self, model: torch.nn.Module, plan: Plan, state: State, constants: Fit | None) -> float:
-        """On the public test split or, without one, on what the silos set aside; NaN where there is nothing."""
+    def _judge(self, model: torch.nn.Module, plan: Plan, constants: Fit | None) -> Callable[[State], float]:
+        """The accuracy of a state: on the public test split, or on what the silos set aside; NaN where nothing is."""
         if self.public_test is None:
-            tasks = {name: Evaluate(plan, state, constants) for name in self.link.silos}
-            replies = expect(self.link.call(tasks), Evaluated).values()
-            total = sum(reply.samples for reply in replies)
-            return sum(reply.correct for reply in replies) / total if total else math.nan
+
+            def at_silos(state: State) -> float:
+                tasks = {name: Evaluate(plan, state, constants) for name in self.link.silos}
+                replies = expect(self.link.call(tasks), Evaluated).values()
+                total = sum(reply.samples for reply in replies)
+                return sum(reply.correct for reply in replies) / total if total else math.nan
+
+            return at_silos
         assert plan.preprocessing is not None
-        model.load_state_dict(state)
+        # Held on the device while the run lasts: to move it there takes longer than to evaluate.
         x = prepare(self.public_test.x.to(self.device), plan.preprocessing, constants, getattr(torch, plan.dtype))
-        return training.correct_answers(model, x, self.public_test.y.to(self.device)) / len(self.public_test)
+        y = self.public_test.y.to(self.device)
+
+        def here(state: State) -> float:
+            model.load_state_dict(state)
+            return training.correct_answers(model, x, y) / len(y)
+
+        return here
 
     def _checkpointed(self, number: int) -> bool:
         return self.checkpoint_every > 0 and number % self.checkpoint_every == 0

@@ -34,7 +34,12 @@ def shuffled(count: int, *parts: int | str) -> Tensor:
 def seeded(device: torch.device, *parts: int | str) -> Iterator[None]:
     """Inside, torch's own generators (initialisation, dropout) start from the parts; outside they are untouched."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed_from(*parts))
+        seed = seed_from(*parts)
+        # Not torch.manual_seed: it also notes the seed, with a stack trace, for every kind of device that never comes.
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield
 
 

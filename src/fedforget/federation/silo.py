@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,18 +119,26 @@ class Silo:
 
     def carry_out(self, task: Task) -> Reply:
         """Carry out a task; an error that the operator must see is a FedforgetError."""
+        return self.begin(task)()
+
+    def begin(self, task: Task) -> Callable[[], Reply]:
+        """Begin a task, and give back what ends it with a reply; either may raise a FedforgetError.
+
+        An accelerator trains on meanwhile: only the end waits for it, so that other silos' tasks are begun before.
+        """
         self._leave_out_deleted()
         match task:
             case Count():
-                return self._count(task)
+                reply: Reply = self._count(task)
             case Train():
                 return self._train(task)
             case Evaluate():
-                return self._evaluate(task)
+                reply = self._evaluate(task)
             case Forget():
-                return self._forget(task)
+                reply = self._forget(task)
             case Wipe():
-                return self._wipe()
+                reply = self._wipe()
+        return lambda: reply
 
     def _leave_out_deleted(self) -> None:
         """Leave out every sample that has a tombstone, whoever wrote it: also another process on the same folder.
@@ -164,7 +171,7 @@ class Silo:
         fits = task.plan.preprocessing is not None and task.plan.preprocessing.kind == "standardize"
         return Counted(len(samples), feature_sums(samples.x) if fits and len(samples) else None)
 
-    def _train(self, task: Train) -> Trained:
+    def _train(self, task: Train) -> Callable[[], Trained]:
         x, y = self._training_tensors(task)
         if not len(y):
             raise SiloError(f"silo {self.name} has no training sample left")
@@ -176,14 +183,19 @@ class Silo:
             with seeded(self._device, "train", task.plan.seed, task.round, self.name), training.reproducible():
                 loss = training.train(model, optimizer, x, y, task.plan, task.round, self.name)
         # Buffers may hold infinities on purpose, as a mask does.
-        if not math.isfinite(loss) or not training.all_finite(model.parameters()):
-            raise DivergedError(
-                f"silo {self.name}, round {task.round}: training diverged (loss {loss}); "
-                "lower the learning rate, or look for missing values in the samples"
-            )
-        trained = training.state_of(model)
-        self._state.keep(task.run, task.round, optimizer.state_dict(), durable=task.durable)
-        return Trained(trained, len(y), loss)
+        finite = torch.isfinite(loss) & training.all_finite(model.parameters()).to(loss.device)
+        trained, state, count = training.state_of(model), optimizer.state_dict(), len(y)
+
+        def end() -> Trained:
+            if not finite:
+                raise DivergedError(
+                    f"silo {self.name}, round {task.round}: training diverged (loss {float(loss)}); "
+                    "lower the learning rate, or look for missing values in the samples"
+                )
+            self._state.keep(task.run, task.round, state, durable=task.durable)
+            return Trained(trained, count, float(loss))
+
+        return end
 
     def _evaluate(self, task: Evaluate) -> Evaluated:
         samples = self._split(self._samples, task.plan, evaluation=True)

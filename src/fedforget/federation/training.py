@@ -21,8 +21,10 @@ EVALUATION_BATCH = 4096
 def batches(count: int, plan: Plan, round_number: int, silo: str, device: torch.device) -> Iterator[Tensor]:
     """The round's batches as positions among the samples sorted by id, a new order in each local epoch."""
     for epoch in range(plan.local_epochs):
-        # Moved once an epoch: each copy to an accelerator waits for all that it has been given to do.
-        order = shuffled(count, plan.seed, round_number, epoch, silo).to(device)
+        order = shuffled(count, plan.seed, round_number, epoch, silo)
+        if device.type == "cuda":
+            # From pinned memory, for any other copy to a GPU waits for all that it has been given to do.
+            order = order.pin_memory().to(device, non_blocking=True)
         yield from torch.split(order, plan.batch_size)
 
 
@@ -34,17 +36,18 @@ def train(
     plan: Plan,
     round_number: int,
     silo: str,
-) -> float:
-    """Train the model in place on all batches of a round; the mean loss a sample."""
+) -> Tensor:
+    """Train the model in place on all batches of a round; the mean loss a sample, which a GPU may still work on."""
     if x.device.type == "cpu":
         keep_freed_memory()
     model.train()
-    # Summed on the device and read once: reading it each step would make an accelerator wait.
+    # Summed on the device: reading it would make an accelerator wait.
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     seen = 0
     for positions in batches(len(y), plan, round_number, silo, x.device):
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x[positions]), y[positions])
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=plan.autocast):
+            loss = functional.cross_entropy(model(x[positions]), y[positions])
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
         if plan.l2:
             for parameter in model.parameters():
@@ -53,7 +56,7 @@ def train(
         optimizer.step()
         total += loss.detach() * len(positions)
         seen += len(positions)
-    return float(total) / seen
+    return total / seen
 
 
 @functools.cache
@@ -102,10 +105,10 @@ def reproducible() -> Iterator[None]:
         yield
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every number is finite; an accelerator is waited for once."""
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether every number is finite: a truth value that an accelerator may still work on."""
     answers = [torch.isfinite(tensor).all() for tensor in tensors]
-    return bool(torch.stack(answers).all()) if answers else True
+    return torch.stack(answers).all() if answers else torch.tensor(True)
 
 
 @torch.no_grad()

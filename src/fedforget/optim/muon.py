@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.adam import adam
 
+from fedforget.optim import graphs
 from fedforget.optim.settings import check_number, check_rate
 
 # The odd quintics a·σ + b·σ³ + c·σ⁵ of three iterations, each the one that is nearest to 1 over the singular values
@@ -170,10 +171,20 @@ def muon(
     """One step, in place on the parameters and their momenta."""
     torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
     ahead = torch._foreach_lerp(list(gradients), list(momenta), momentum)
-    directions = orthogonal([matrix.flatten(1) for matrix in ahead], slice_size)
-    for parameter, direction in zip(parameters, directions, strict=True):
-        rows, columns = direction.shape
-        parameter.add_(direction.view(parameter.shape), alpha=-lr * math.sqrt(max(1, rows / columns)))
+    steps = graphs.call(directions, ahead, slice_size)
+    torch._foreach_add_(list(parameters), steps, alpha=-lr)
+
+
+def directions(gradients: Sequence[Tensor], slice_size: int) -> list[Tensor]:
+    """Where each parameter goes at a learning rate of 1, uphill."""
+    matrices = [gradient.flatten(1) for gradient in gradients]
+    made = orthogonal(matrices, slice_size)
+    torch._foreach_mul_(made, [math.sqrt(max(1, len(matrix) / matrix[0].numel())) for matrix in matrices])
+    # In the memory layout of the gradients, without which all could not be added at once.
+    return [
+        one.view(to.shape) if to.is_contiguous() else torch.empty_like(to).copy_(one.view(to.shape))
+        for one, to in zip(made, gradients, strict=True)
+    ]
 
 
 def orthogonal(matrices: Sequence[Tensor], slice_size: int) -> list[Tensor]:

@@ -1,8 +1,12 @@
-"""All silos in this process, one after the other in name order: the link that reads like Algorithm 1."""
+"""All silos in this process, one after the other in name order: the link that reads like Algorithm 1.
+
+On an accelerator, which is told of work before it has done the work before, all silos' turns are begun before the first
+reply is waited for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from fedforget.errors import FedforgetError
 from fedforget.federation.link import Failure, Reply, Task
@@ -23,12 +27,18 @@ class InProcessLink:
     def call(self, tasks: Mapping[str, Task], timeout: float | None = None) -> dict[str, Reply | Failure]:  # noqa: ARG002
         """Carry out each task; what a silo refuses is its failure, and the others go on."""
         replies: dict[str, Reply | Failure] = {}
+        begun: dict[str, Callable[[], Reply]] = {}
         for name in sorted(tasks):
             if name not in self._silos:
                 replies[name] = Failure(f"silo {name} is unknown to this link")
                 continue
             try:
-                replies[name] = self._silos[name].carry_out(tasks[name])
+                begun[name] = self._silos[name].begin(tasks[name])
+            except FedforgetError as error:
+                replies[name] = Failure.of(name, error)
+        for name, end in begun.items():
+            try:
+                replies[name] = end()
             except FedforgetError as error:
                 replies[name] = Failure.of(name, error)
         return replies
