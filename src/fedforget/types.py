@@ -19,6 +19,8 @@ from fedforget.errors import DataError, PlanError
 SampleId = int | str
 State = dict[str, Tensor]
 """A model's parameters and buffers by name, as `Module.state_dict` gives them."""
+Stack = dict[str, Tensor]
+"""The same tensors of many models, each with a leading dimension of models."""
 
 
 def is_number(value: Any) -> bool:
@@ -255,6 +257,25 @@ class TombstoneStore(Protocol):
 
     def count(self) -> int:
         """How many tombstones there are."""
+        ...
+
+
+class BatchedRule(Protocol):
+    """An optimizer's step for many models at once; what it does to one is what the optimizer does to it alone."""
+
+    squares_share: float | None
+    """The part of each batch, from its front, over which squared per-sample gradients are averaged; None: of none."""
+
+    def fresh(self, parameters: Stack, /) -> Stack:
+        """The state before the first step."""
+        ...
+
+    def wants_squares(self, steps: Tensor, /) -> bool:
+        """Whether a model that took so many steps needs squared per-sample gradients for its next."""
+        ...
+
+    def step(self, parameters: Stack, gradients: Stack, state: Stack, steps: Tensor, squares: Stack | None, /) -> None:
+        """One step of each model, in place on parameters and state; `steps` each took before, a number on the host."""
         ...
 
 

@@ -28,10 +28,14 @@ class LocalState:
 
     def after(self, run: str, round_number: int) -> OptimizerState:
         """A copy of the state after a round; one that is not kept is an error, for a fresh one would change bits."""
+        # Optimizers update their state in place; the copy keeps the original for a second try.
+        return copy.deepcopy(self.kept(run, round_number))
+
+    def kept(self, run: str, round_number: int) -> OptimizerState:
+        """The same, not copied: for who does not change it."""
         in_memory = self._states.get(run, {})
         if round_number in in_memory:
-            # Optimizers update their state in place; the copy keeps the original for a second try.
-            return copy.deepcopy(in_memory[round_number])
+            return in_memory[round_number]
         path = self._path(run, round_number)
         if not path.exists():
             raise SiloError(f"the optimizer's state after round {round_number} is not kept any more")

@@ -15,7 +15,7 @@ from torch import nn
 
 from fedforget.errors import PlanError
 from fedforget.federation.aggregate import BUILT_IN as AGGREGATIONS
-from fedforget.types import Choice, Plan
+from fedforget.types import BatchedRule, Choice, Plan
 
 
 def _accepts(function: Callable[..., Any], name: str) -> bool:
@@ -65,6 +65,8 @@ class Registry:
     models: Mapping[str, Callable[..., nn.Module]]
     optimizers: Mapping[str, Callable[..., torch.optim.Optimizer]]
     aggregations: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: AGGREGATIONS)
+    batched: Mapping[str, Callable[..., BatchedRule]] = field(default_factory=dict)
+    """The optimizers, by the same names, whose steps can be taken for many silos at once."""
     _spare: _Spare = field(default_factory=_Spare, repr=False, compare=False)
 
     def _find(self, kind: str, name: str) -> Callable[..., Any]:
@@ -117,6 +119,12 @@ class Registry:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError(f"optimizer {chosen} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         return optimizer
+
+    def batched_rule(self, plan: Plan, model: nn.Module) -> BatchedRule | None:
+        """The plan's optimizer for many silos at once, where it has such a form."""
+        chosen = self._chosen(plan.optimizer)
+        build = self.batched.get(chosen.name)
+        return None if build is None else build(model, **chosen.settings)
 
     def aggregation(self, plan: Plan) -> Callable[..., Any]:
         """The plan's aggregation: called with the silos' states in name order, and their numbers of samples."""

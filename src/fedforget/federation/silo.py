@@ -171,6 +171,38 @@ class Silo:
         fits = task.plan.preprocessing is not None and task.plan.preprocessing.kind == "standardize"
         return Counted(len(samples), feature_sums(samples.x) if fits and len(samples) else None)
 
+    # For a link that trains many silos as one program.
+
+    def training_tensors(self, task: Train) -> tuple[Tensor, Tensor]:
+        """What remains to be trained on, as the model sees it."""
+        self._leave_out_deleted()
+        return self._training_tensors(task)
+
+    def hold(self, task: Train, x: Tensor, y: Tensor) -> None:
+        """Keep these equal tensors in the place of the silo's own, so that nothing is held twice."""
+        self._prepared = _Prepared(task.run, task.plan, x, y)
+
+    def let_go(self) -> None:
+        """Drop the tensors that are held for training: they are made anew when they are needed."""
+        self._prepared = None
+
+    def optimizer_state(self, task: Train) -> dict[str, Any] | None:
+        """The optimizer's state after the silo's last turn; None before its first."""
+        return None if task.previous is None else self._state.kept(task.run, task.previous)
+
+    def keep_optimizer_state(self, task: Train, state: dict[str, Any]) -> None:
+        """Keep the optimizer's state after this turn."""
+        self._state.keep(task.run, task.round, state, durable=task.durable)
+
+    def diverged(self, task: Train, loss: float) -> DivergedError:
+        """What is told of a turn whose numbers ran away."""
+        return DivergedError(
+            f"silo {self.name}, round {task.round}: training diverged (loss {loss}); "
+            "lower the learning rate, or look for missing values in the samples"
+        )
+
+    # Alone.
+
     def _train(self, task: Train) -> Callable[[], Trained]:
         x, y = self._training_tensors(task)
         if not len(y):
@@ -188,10 +220,7 @@ class Silo:
 
         def end() -> Trained:
             if not finite:
-                raise DivergedError(
-                    f"silo {self.name}, round {task.round}: training diverged (loss {float(loss)}); "
-                    "lower the learning rate, or look for missing values in the samples"
-                )
+                raise self.diverged(task, float(loss))
             self._state.keep(task.run, task.round, state, durable=task.durable)
             return Trained(trained, count, float(loss))
 
@@ -243,7 +272,7 @@ class Silo:
 
     def _wipe(self) -> Wiped:
         self._state.wipe()
-        self._prepared = None
+        self.let_go()
         return Wiped()
 
     def _split(self, samples: Samples, plan: Plan, *, evaluation: bool) -> Samples:

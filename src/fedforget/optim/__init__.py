@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from fedforget.optim.batched import BATCHED
 from fedforget.optim.diagonal_fisher import DiagonalFisher
 from fedforget.optim.muon import Muon
-from fedforget.optim.settings import check_number, check_rate
+from fedforget.optim.settings import check_adam, check_sgd
 from fedforget.types import Choice
 
-__all__ = ["BUILT_IN", "SGD", "Adam", "DiagonalFisher", "Muon"]
+__all__ = ["BATCHED", "BUILT_IN", "SGD", "Adam", "DiagonalFisher", "Muon"]
 
 
 def SGD(lr: float = 0.1, momentum: float = 0.0, nesterov: bool = False) -> Choice:  # noqa: N802 - reads like torch's
     """For a plan: stochastic gradient descent."""
-    _check_sgd(lr, momentum, nesterov)
+    check_sgd(lr, momentum, nesterov)
     return _choice("sgd", {"lr": lr}, {"momentum": (momentum, 0.0), "nesterov": (nesterov, False)})
 
 
 def Adam(lr: float = 0.001, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Choice:  # noqa: N802
     """For a plan: Adam."""
-    _check_adam(lr, beta1, beta2, eps)
+    check_adam(lr, beta1, beta2, eps)
     return _choice("adam", {"lr": lr}, {"beta1": (beta1, 0.9), "beta2": (beta2, 0.999), "eps": (eps, 1e-8)})
 
 
@@ -33,7 +33,7 @@ def build_sgd(
     model: nn.Module, *, lr: float = 0.1, momentum: float = 0.0, nesterov: bool = False
 ) -> torch.optim.Optimizer:
     """Stochastic gradient descent, with momentum if asked."""
-    _check_sgd(lr, momentum, nesterov)
+    check_sgd(lr, momentum, nesterov)
     return torch.optim.SGD(_trainable(model), lr=lr, momentum=momentum, nesterov=nesterov)
 
 
@@ -41,7 +41,7 @@ def build_adam(
     model: nn.Module, *, lr: float = 0.001, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
 ) -> torch.optim.Optimizer:
     """Adam."""
-    _check_adam(lr, beta1, beta2, eps)
+    check_adam(lr, beta1, beta2, eps)
     return torch.optim.Adam(_trainable(model), lr=lr, betas=(beta1, beta2), eps=eps)
 
 
@@ -85,25 +85,3 @@ def _choice(name: str, settings: dict[str, Any], defaults: dict[str, tuple[Any, 
     # Only what differs from its default is written, so that SGD(lr=0.1) is the same plan as Choice("sgd", {"lr": 0.1}).
     changed = {key: value for key, (value, default) in defaults.items() if value != default}
     return Choice(name, settings | changed)
-
-
-def _check_sgd(lr: float, momentum: float, nesterov: bool) -> None:
-    check_rate("lr", lr)
-    _check_share("momentum", momentum)
-    if nesterov and momentum == 0:
-        raise ValueError("nesterov needs a momentum greater than 0")
-
-
-def _check_adam(lr: float, beta1: float, beta2: float, eps: float) -> None:
-    check_rate("lr", lr)
-    _check_share("beta1", beta1)
-    _check_share("beta2", beta2)
-    check_number("eps", eps)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps is {eps!r}: it must be 0 or more")
-
-
-def _check_share(name: str, value: float) -> None:
-    check_number(name, value)
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} is {value!r}: it must lie in [0, 1)")

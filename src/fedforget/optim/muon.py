@@ -190,23 +190,33 @@ def directions(gradients: Sequence[Tensor], slice_size: int) -> list[Tensor]:
 def orthogonal(matrices: Sequence[Tensor], slice_size: int) -> list[Tensor]:
     """Of each U S Vᵀ a matrix near U Vᵀ; in slices where both of its sides are longer than `slice_size`."""
     results: list[Tensor] = list(matrices)
-    alike: dict[tuple[int, int, int, torch.dtype, torch.device], list[int]] = {}
+    alike: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
     for index, matrix in enumerate(matrices):
         short, long = sorted(matrix.shape)
-        alike.setdefault((short, long, -(-short // slice_size), matrix.dtype, matrix.device), []).append(index)
-    for (short, long, slices, dtype, device), indices in alike.items():
+        alike.setdefault((short, long, matrix.dtype, matrix.device), []).append(index)
+    for indices in alike.values():
         # Matrices of one shape are worked on together: a GPU is faster at that than each is launched.
-        batch = torch.stack([_lying(matrices[index]) for index in indices])
-        # A GPU multiplies half-precision matrices many times faster, and the polynomials forgive the rounding.
-        batch = batch.to(torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype)
-        rows = -(-short // slices)
-        if missing := slices * rows - short:
-            # Rows of zeros fill the last slice: they stay zeros, and leave the others as they are.
-            batch = functional.pad(batch, (0, 0, 0, missing))
-        made = _polar(batch.view(-1, rows, long)).view(batch.shape)[:, :short].to(dtype)
+        made = orthogonal_stack(torch.stack([_lying(matrices[index]) for index in indices]), slice_size)
         for index, one in zip(indices, made.unbind(), strict=True):
             results[index] = one if one.shape == matrices[index].shape else one.T
     return [result.contiguous() for result in results]
+
+
+def orthogonal_stack(matrices: Tensor, slice_size: int) -> Tensor:
+    """The same of a stack of matrices of one shape."""
+    if matrices.shape[1] > matrices.shape[2]:
+        return orthogonal_stack(matrices.mT, slice_size).mT
+    count, short, long = matrices.shape
+    slices = -(-short // slice_size)
+    # A GPU multiplies half-precision matrices many times faster, and the polynomials forgive the rounding.
+    half = matrices.device.type == "cuda" and matrices.dtype == torch.float32
+    batch = matrices.to(torch.bfloat16 if half else matrices.dtype)
+    rows = -(-short // slices)
+    if missing := slices * rows - short:
+        # Rows of zeros fill the last slice: they stay zeros, and leave the others as they are.
+        batch = functional.pad(batch, (0, 0, 0, missing))
+    made = _polar(batch.reshape(-1, rows, long)).view(count, -1, long)
+    return made[:, :short].to(matrices.dtype)
 
 
 def _lying(matrix: Tensor) -> Tensor:
