@@ -93,6 +93,7 @@ def test_the_readmes_commands(here: Path) -> None:
     out = done("train", "--dataset", "digits", *TRAIN, "--optimizer", "sgd", "--seed", 0, "--out", "RUN").out
     assert re.fullmatch(
         r"Release 1: accuracy \d\d\.\d\d % after 2 rounds of sgd\(lr=0.2\) over 3 silos\.\n"
+        r"Trained in-process: 3 silos in a round, and fewer than 4 gain little\.\n"
         r"Report: RUN/report\.html\n",
         out,
     )

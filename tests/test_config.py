@@ -26,7 +26,7 @@ def merged(folder: Path, text: str = "", **given: Any) -> TrainConfig:
 
 def test_every_setting_has_an_option_and_a_kind() -> None:
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
-    own = {"out", "config", "checkpoint_every", "device", "as_json"}
+    own = {"out", "config", "checkpoint_every", "device", "link", "as_json"}
     assert set(inspect.signature(cli.train).parameters) - own == settings
     assert set(_KINDS) == settings
 

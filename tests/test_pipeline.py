@@ -668,7 +668,8 @@ def test_a_checkpoint_of_other_arithmetic_is_not_gone_on_with(tmp_path: Path, mo
     federation = small.federation(DATA, folder, on_round=stop)
     with pytest.raises(KeyboardInterrupt):
         federation.train(PLAN)
-    monkeypatch.setattr(training, "environment", lambda _: {"torch": "another", "device": "cpu", "threads": 1})
+    here = training.environment(torch.device("cpu"))
+    monkeypatch.setattr(training, "environment", lambda _: {**here, "torch": "another"})
     federation.train(PLAN)
     assert seen[:4] == [1, 2, 1, 2]
 

@@ -73,6 +73,7 @@ def cases(draw: st.DrawFn) -> Case:
         "classes": small.CLASSES,
         "preprocessing": draw(st.sampled_from([ff.Preprocessing(), ff.Preprocessing("standardize")])),
         "test": None if held_out else small.TEST,
+        "link": draw(st.sampled_from(["in-process", "batched"])),
     }
     method = draw(st.sampled_from(sorted(methods.BUILT_IN)).map(methods.BUILT_IN.get))
     method = method(optimizer=draw(optimizers))

@@ -62,6 +62,10 @@ def flag(name: str, help_text: str, panel: str | None = None) -> Any:
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)]
 JsonOption = Annotated[bool, flag("--json", "Print one JSON object, and nothing else, on stdout.")]
+LinkOption = Annotated[
+    Literal["auto", "in-process", "batched"] | None,
+    option("How silos are trained; default: as before, at first auto, which batches where that gains.", None),
+]
 DeviceOption = Annotated[str, option("Where to compute: cpu, cuda, cuda:1, …; default: cpu.", "NAME")]
 DATA, LEARNING, SILOS = "Data", "Model and learning", "Silos and rounds"
 WHAT, HOW = "What is deleted", "How the model is retrained"
@@ -188,6 +192,7 @@ def train(
         int, typer.Option(help="Rounds between checkpoints; 0: none; default: 1.", min=0, show_default=False)
     ] = 1,
     device: DeviceOption = "cpu",
+    link: LinkOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train one model over many silos, and release it.
@@ -204,6 +209,7 @@ def train(
             wanted.model_name(),
             folder=out,
             device=device,
+            link=link,
             checkpoint_every=checkpoint_every,
             on_round=on_round,
         )
@@ -238,6 +244,7 @@ def train(
     say(
         f"Release {release.version}{' is served' if trained else ''}: accuracy {percent(release.accuracy)} after "
         f"{len(release.records)} rounds of {release.plan.optimizer} over {len(federation.silos)} silos.",
+        f"Trained {release.record.trained}.",
         f"Report: {report}",
     )
 
@@ -312,6 +319,7 @@ def forget(
     batch_size: Annotated[int | None, option("Samples a local step; default: the plan's.", None, HOW)] = None,
     baseline: Annotated[bool, flag("--baseline", "Also measure the retrained baseline, for the report.", HOW)] = False,
     device: DeviceOption = "cpu",
+    link: LinkOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Delete samples for good, and retrain without them.
@@ -321,7 +329,7 @@ def forget(
     """
     asked = deletions(silo, ids, ids_file, fraction, whole_silo, request)
     with progress(shown=not as_json) as on_round:
-        federation = Federation.open(run, device=device, on_round=on_round)
+        federation = Federation.open(run, device=device, link=link, on_round=on_round)
         limits = {"rounds": rounds, "target_accuracy": target_accuracy, "batch_size": batch_size}
         way = chosen_method(federation, method, optimizer, lr, parsed_settings(optimizer_setting), limits)
         served = federation.releases[-1:]
@@ -353,6 +361,7 @@ def forget(
         f"Deleted for good: {parts}.",
         f"Release {release.version} by {release.record.method}: accuracy {percent(release.accuracy)} after "
         f"{len(release.records)} rounds (before: {percent(accuracy_before)}); release {before.version} is revoked.",
+        f"Trained {release.record.trained}.",
     )
     if release.baseline is not None:
         say(f"Retrained baseline: {percent(release.baseline.accuracy)}; {compared(release)}.")
@@ -591,6 +600,7 @@ def release_summary(release: Release) -> dict[str, Any]:
         "guarantee": release.record.guarantee,
         "accuracy": number(release.accuracy),
         "samples": sum(release.record.samples.values()),
+        "trained": release.record.trained,
         **release.record.metrics,
         "accuracy_baseline": number(release.baseline.accuracy) if release.baseline else None,
         "sape": number(release.sape),

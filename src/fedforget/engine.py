@@ -16,7 +16,6 @@ from fedforget.errors import FedforgetError, PlanError, RunFolderError, SiloErro
 from fedforget.federation.coordinator import Coordinator
 from fedforget.federation.link import Link
 from fedforget.federation.registry import Registry, imported
-from fedforget.federation.training import environment
 from fedforget.methods import Method, Retrain
 from fedforget.methods.method import from_settings, settings_of
 from fedforget.release import Baseline, Release, Verification, probabilities
@@ -174,7 +173,8 @@ class Engine:
             ) from error
 
     def _publish(self, work: Work, method: Method | None, result: TrainingResult) -> None:
-        counts, _ = self.coordinator(work.run, result.plan).count(result.plan)
+        coordinator = self.coordinator(work.run, result.plan)
+        counts, _ = coordinator.count(result.plan)
         record = ReleaseRecord(
             version=work.version,
             method=method.name if method else None,
@@ -188,10 +188,14 @@ class Engine:
             deleted=dict(work.deleted),
             metrics=self._metrics(result),
             digest=state_digest(result.state, result.fit),
-            environment=environment(self.device),
+            environment={**coordinator.environment(), "trained": self._how(result.plan, counts)},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self.folder.publish(record, result.state, result.fit)
+
+    def _how(self, plan: Plan, counts: Mapping[str, int]) -> str:
+        silos = min(plan.silos_per_round or len(counts), len(counts))
+        return self.link.how(plan, silos, max(counts.values()))
 
     def _replaced(self) -> Release | None:
         """The release that is about to be replaced; None where there is none, or its weights are damaged.

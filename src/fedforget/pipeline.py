@@ -24,6 +24,7 @@ from fedforget.data.tombstones import Tombstones
 from fedforget.engine import Engine, Progress, method_name, named_method
 from fedforget.errors import DataError, DeletionError, FedforgetError, PlanError, RunFolderError, SiloError
 from fedforget.federation.links.in_process import InProcessLink
+from fedforget.federation.links.local import local_link
 from fedforget.federation.registry import Registry
 from fedforget.federation.silo import Silo, plain_id, read_source
 from fedforget.integrity import accounted_for, check_nothing_lost, check_releases
@@ -48,6 +49,8 @@ class Options(TypedDict, total=False):
     folder: Path | str | None
     """Where the run is kept; None: in a temporary folder that goes with the federation."""
     device: str
+    link: Literal["auto", "in-process", "batched"] | None
+    """How tasks reach the silos, all of them in this process; None: as for the release before, or else auto."""
     checkpoint_every: int
     """Rounds between checkpoints; 0: none. Default: each round in a folder of yours, none in a temporary one."""
     optimizers: Mapping[str, Callable[..., torch.optim.Optimizer]]
@@ -105,6 +108,8 @@ class Federation:
         registry = Registry(
             models={**models.BUILT_IN, **({model_name: factory} if factory else {})},
             optimizers={**optim.BUILT_IN, **options.get("optimizers", {})},
+            # An optimizer of yours is not the one that goes by its name here.
+            batched={name: rule for name, rule in optim.BATCHED.items() if name not in options.get("optimizers", {})},
         )
         registry = dataclasses.replace(
             registry, aggregations={**registry.aggregations, **options.get("aggregations", {})}
@@ -119,7 +124,7 @@ class Federation:
             }
         self._engine = Engine(
             folder=folder,
-            link=InProcessLink(self._silos.values()),
+            link=local_link(options.get("link") or _link_before(folder), self._silos.values(), registry, device),
             registry=registry,
             test=test,
             device=device,
@@ -383,6 +388,7 @@ class Federation:
                 registry=self._engine.registry,
                 device=str(self._engine.device),
                 environment=record.environment,
+                link=record.link,
             )
         )
         if dict(made.samples) != record.samples:
@@ -471,6 +477,12 @@ def _check_environment(record: ReleaseRecord, device: torch.device) -> None:
             raise FedforgetError(
                 f"release {record.version} was made with {part} {made_with}, not {value}: verify it where it was made"
             )
+
+
+def _link_before(folder: RunFolder) -> str:
+    """The link of the newest release, so that all of a run's can be compared; auto where there is none."""
+    releases = folder.releases()
+    return releases[-1].link if releases else "auto"
 
 
 def served_release(folder: Path | str) -> Release:

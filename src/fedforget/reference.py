@@ -22,7 +22,7 @@ import torch
 from fedforget.data.tombstones import Tombstones
 from fedforget.errors import FedforgetError
 from fedforget.federation.coordinator import Coordinator
-from fedforget.federation.links.in_process import InProcessLink
+from fedforget.federation.links.local import local_link
 from fedforget.federation.registry import Registry
 from fedforget.federation.silo import Silo
 from fedforget.federation.training import adopt
@@ -41,6 +41,7 @@ class ReferenceJob:
     registry: Registry
     device: str
     environment: Mapping[str, str | int]
+    link: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,13 @@ def carry_out(job: ReferenceJob, folder: Path) -> Reference:
         own = folder / "silos" / name
         own.mkdir(parents=True)
         silos.append(Silo(name, samples, Tombstones(own), job.registry, own, device))
-    coordinator = Coordinator(InProcessLink(silos), job.registry, "reference", device, job.test)
+    coordinator = Coordinator(
+        local_link(job.link, silos, job.registry, device),
+        job.registry,
+        "reference",
+        device,
+        job.test,
+    )
     samples_by_silo, _ = coordinator.count(job.plan)
     if job.method is None:
         result = coordinator.train(job.plan)

@@ -87,6 +87,7 @@ def page(folder: RunFolder, records: Sequence[ReleaseRecord]) -> str:
         _deletions(records),
         "<h2>Releases</h2>",
         _releases(records),
+        f'<p class="note">Silos of release {records[-1].version} were trained {escape(records[-1].trained)}.</p>',
     ]
     body = "\n".join(sections)
     return (

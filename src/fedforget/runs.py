@@ -80,7 +80,18 @@ class ReleaseRecord:
     metrics: dict[str, float]
     digest: str
     environment: dict[str, Any]
-    """The torch version, device and number of threads: bits can be compared where these are the same."""
+    """The torch version, device, number of threads and link: bits can be compared where these are the same."""
+
+    @property
+    def trained(self) -> str:
+        """How its silos were trained, and why so."""
+        return str(self.environment.get("trained", "in-process: one silo after the other"))
+
+    @property
+    def link(self) -> str:
+        """The name of the link over which it was made."""
+        return str(self.environment.get("link", "in-process"))
+
     created: str
 
     def as_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fedforget.data.tombstones import Tombstones
 from fedforget.federation import training
 from fedforget.federation.coordinator import Coordinator
 from fedforget.federation.link import Link, Train
+from fedforget.federation.links.batched import BatchedLink
 from fedforget.federation.links.in_process import InProcessLink
 from fedforget.federation.registry import Registry
 from fedforget.federation.silo import Silo
@@ -21,7 +22,7 @@ from fedforget.types import DataSource, State
 from tests import small
 
 CPU = torch.device("cpu")
-REGISTRY = Registry(models.BUILT_IN, optim.BUILT_IN)
+REGISTRY = Registry(models.BUILT_IN, optim.BUILT_IN, batched=optim.BATCHED)
 PLAN = ff.Plan(
     rounds=4,
     batch_size=4,
@@ -42,6 +43,10 @@ def silo(folder: Path, name: str, source: DataSource, registry: Registry = REGIS
 
 def in_process(folder: Path, data: Mapping[str, DataSource], registry: Registry = REGISTRY) -> InProcessLink:
     return InProcessLink([silo(folder, name, source, registry) for name, source in data.items()])
+
+
+def batched(folder: Path, data: Mapping[str, DataSource], registry: Registry = REGISTRY) -> BatchedLink:
+    return BatchedLink([silo(folder, name, source, registry) for name, source in data.items()], registry, CPU)
 
 
 def coordinator(link: Link, run: str = "run", registry: Registry = REGISTRY, **options: Any) -> Coordinator:

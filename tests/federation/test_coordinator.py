@@ -47,8 +47,15 @@ class Breaks:
     rounds: int
 
     @property
+    def name(self) -> str:
+        return self.link.name
+
+    @property
     def silos(self) -> tuple[str, ...]:
         return self.link.silos
+
+    def how(self, plan: ff.Plan, silos: int, samples: int) -> str:
+        return self.link.how(plan, silos, samples)
 
     def call(self, tasks: Mapping[str, Task], timeout: float | None = None) -> dict[str, Reply | Failure]:
         if any(isinstance(task, Train) for task in tasks.values()):

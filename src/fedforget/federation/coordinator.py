@@ -90,7 +90,7 @@ class Coordinator:
         state, records = training.state_of(model), ()  # type: tuple[State, tuple[RoundRecord, ...]]
         saved = None if self.checkpoints is None else self.checkpoints.load(run)
         # With another torch, device or number of threads it is begun anew: a mixture could never be verified.
-        if saved is not None and saved.environment == training.environment(self.device):
+        if saved is not None and saved.environment == self.environment():
             state = {name: tensor.to(self.device) for name, tensor in saved.state.items()}
             records = saved.records
 
@@ -127,10 +127,14 @@ class Coordinator:
             record = RoundRecord(number, chosen, loss, accuracy, seconds, moved)
             records = (*records, record)
             if self._checkpointed(number) and self.checkpoints is not None:
-                self.checkpoints.save(run, Checkpoint(plan, state, records, training.environment(self.device)))
+                self.checkpoints.save(run, Checkpoint(plan, state, records, self.environment()))
             if self.on_round is not None:
                 self.on_round(record)
         return TrainingResult(plan, {name: tensor.cpu() for name, tensor in state.items()}, constants, records)
+
+    def environment(self) -> dict[str, str | int]:
+        """What decides the bits besides the plan and the samples."""
+        return {**training.environment(self.device), "link": self.link.name}
 
     def check(self, plan: Plan) -> tuple[torch.nn.Module, Aggregation]:
         """The plan's fresh model and its aggregation; whatever of the plan cannot be carried out is told now."""

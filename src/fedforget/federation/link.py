@@ -128,8 +128,17 @@ class Link(Protocol):
     """A way to reach silos."""
 
     @property
+    def name(self) -> str:
+        """What a release says of how its silos were reached: over another link, sums may be rounded otherwise."""
+        ...
+
+    @property
     def silos(self) -> tuple[str, ...]:
         """The names of all silos, in name order."""
+        ...
+
+    def how(self, plan: Plan, silos: int, samples: int) -> str:
+        """In words, how a round of so many silos, of so many samples at the most, is trained by this plan, and why."""
         ...
 
     def call(self, tasks: Mapping[str, Task], timeout: float | None = None) -> dict[str, Reply | Failure]:

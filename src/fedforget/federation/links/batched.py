@@ -22,8 +22,8 @@ from fedforget.federation.registry import Registry
 from fedforget.federation.silo import Silo
 from fedforget.types import Plan
 
-LEAST_SILOS = 8
-MOST_MULTIPLICATIONS = {"cpu": 2**22, "cuda": 2**31}
+LEAST_SILOS = 4
+MOST_MULTIPLICATIONS = {"cpu": 2**24, "cuda": 2**31}
 """Of a silo's forward pass of one batch. Below, a step costs more to launch than to compute."""
 
 
@@ -53,7 +53,10 @@ class _Held:
 
 
 class BatchedLink:
-    """Trains silos as one program: wherever a plan allows it or, if `auto`, where a stated rule says that it gains."""
+    """Trains silos as one program: wherever a plan allows it or, if `auto`, where a stated rule says that it gains.
+
+    `timeout` has no effect here: a call in one's own process always ends.
+    """
 
     def __init__(self, silos: Iterable[Silo], registry: Registry, device: torch.device, *, auto: bool = False) -> None:
         self._silos = {silo.name: silo for silo in sorted(silos, key=lambda silo: silo.name)}
@@ -96,6 +99,10 @@ class BatchedLink:
                 "it takes to launch",
             )
         return Choice("batched", f"{silos} silos in a round, and a batch of {batch} takes {work:.1e} multiplications")
+
+    def how(self, plan: Plan, silos: int, samples: int) -> str:
+        """In words, how a round is trained, and why."""
+        return str(self.choice(plan, silos, samples))
 
     def call(self, tasks: Mapping[str, Task], timeout: float | None = None) -> dict[str, Reply | Failure]:
         """Carry out each task; what a silo refuses is its failure, and the others go on."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fedforget.errors import FedforgetError
 from fedforget.federation.link import Failure, Reply, Task
 from fedforget.federation.silo import Silo
+from fedforget.types import Plan
 
 
 class InProcessLink:
@@ -20,9 +21,18 @@ class InProcessLink:
         self._silos = {silo.name: silo for silo in sorted(silos, key=lambda silo: silo.name)}
 
     @property
+    def name(self) -> str:
+        """As a run's settings name it."""
+        return "in-process"
+
+    @property
     def silos(self) -> tuple[str, ...]:
         """The names of all silos, in name order."""
         return tuple(self._silos)
+
+    def how(self, plan: Plan, silos: int, samples: int) -> str:  # noqa: ARG002  # always alike
+        """In words, how a round is trained."""
+        return "in-process: one silo after the other"
 
     def call(self, tasks: Mapping[str, Task], timeout: float | None = None) -> dict[str, Reply | Failure]:  # noqa: ARG002
         """Carry out each task; what a silo refuses is its failure, and the others go on."""
