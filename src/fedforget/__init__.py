@@ -7,7 +7,10 @@ import os
 
 # Before torch is imported: its threads would spin while they wait for each other, and on a machine that has other
 # work small models would crawl. Which thread computes what, and so every bit, stays the same.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    # GNU's OpenMP may wait for microseconds first: a thread that sleeps takes as long to wake as a small step takes.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from fedforget import models, optim
 from fedforget.data import datasets

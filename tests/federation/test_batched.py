@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fedforget as ff
 from fedforget import models, optim
+from fedforget.data.tombstones import Tombstones
 from fedforget.federation import program
 from fedforget.federation.link import Failure, Forget, Trained
 from fedforget.federation.links.batched import LEAST_SILOS, BatchedLink
@@ -20,7 +21,7 @@ from fedforget.federation.links.in_process import InProcessLink
 from fedforget.federation.registry import Registry
 from fedforget.types import Samples
 from tests import small
-from tests.federation.parts import CPU, PLAN, batched, coordinator, equal, fresh, in_process, silo, train_task
+from tests.federation.parts import CPU, PLAN, REGISTRY, batched, coordinator, equal, fresh, in_process, silo, train_task
 
 DATA = small.sources([9, 6, 11, 1, 23])
 
@@ -78,6 +79,47 @@ class Deciding(nn.Module):
         return self.layer(x) if x.sum() > -1e9 else x  # type: ignore[no-any-return]
 
 
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+class Remembering(nn.Module):
+    """What it does depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 3), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return self.layer(x) * (2 if self.calls[0] > 50 else 1)  # type: ignore[no-any-return]
+
+
+class Drawing(nn.Module):
+    """Dropout without a layer of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.layer(x), 0.5, self.training)
+
+
+class Odd(nn.Module):
+    """A scalar parameter, two parameters with one gradient, and attributes with the names of layers' settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 3, bias=False), nn.Dropout(0.0)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.p, self.q = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.layer(x * (self.p + self.q))) * self.temperature  # type: ignore[no-any-return]
+
+
 class Tied(nn.Module):
     """Two names for one weight, a frozen layer and a constant buffer."""
 
@@ -109,6 +151,8 @@ def choice(plan: ff.Plan, names: Registry, *, auto: bool = False, silos: int = 1
         (Mixing, "mixes the samples of a batch"),
         (Idle, "parameter other.weight has no gradient"),
         (Deciding, "does not go through torch.func"),
+        (Remembering, "changes its attributes while it trains"),
+        (Drawing, "model 'own' draws random numbers"),
     ],
 )
 def test_a_model_that_cannot_be_batched_is_trained_alone_and_the_reason_told(
@@ -125,6 +169,8 @@ def test_a_model_that_cannot_be_batched_is_trained_alone_and_the_reason_told(
 
 
 def test_what_else_cannot_be_batched_is_told() -> None:
+    normed = choice(replace(PLAN, model="own"), registry(own=Normed))
+    assert normed == "in-process: its layer 1 mixes the samples of a batch (BatchNorm1d)"
     assert "alexnet" in models.BUILT_IN
     large = replace(PLAN, model="alexnet", shape=(3, 16, 16))
     assert "draws random numbers (Dropout)" in choice(large, registry())
@@ -143,6 +189,61 @@ def test_tied_and_frozen_parameters_and_constant_buffers_are_kept(tmp_path: Path
     assert list(result.state) == list(yardstick.state)
     for name, tensor in yardstick.state.items():
         torch.testing.assert_close(result.state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon", "diagonal-fisher"])
+def test_scalars_and_shared_gradients_are_stepped_right(optimizer: str, tmp_path: Path) -> None:
+    names = registry(own=Odd)
+    plan = replace(PLAN, model="own", dtype="float64", optimizer=ff.Choice(optimizer), l2=0.1)
+    assert choice(plan, names).startswith("batched: ")
+    yardstick = coordinator(in_process(tmp_path / "alone", DATA, names), registry=names).train(plan)
+    result = coordinator(batched(tmp_path / "batched", DATA, names), registry=names).train(plan)
+    for name, tensor in yardstick.state.items():
+        torch.testing.assert_close(result.state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_the_choice_holds_for_all_rounds_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of silos of very different sizes, some rounds would be batched alone and others not."""
+    data = small.sources([2, 3, 2, 3, 2, 40])
+    monkeypatch.setattr("fedforget.federation.links.batched.MOST_MULTIPLICATIONS", 100)
+    for batch_size, way in ((40, "in-process"), (4, "batched")):
+        plan = ff.Plan(rounds=6, batch_size=batch_size, silos_per_round=4, optimizer=ff.optim.Adam())
+        release = small.federation(data, tmp_path / way).train(plan)
+        assert release.record.trained.startswith(way)
+        alone = small.federation(data, link="in-process").train(plan)
+        assert release.record.digest == alone.record.digest or way == "batched"
+
+
+def test_another_processs_tombstones_between_two_looks_change_no_row(tmp_path: Path) -> None:
+    silos = [silo(tmp_path, name, source) for name, source in DATA.items()]
+    link, task = BatchedLink(silos, REGISTRY, CPU), train_task(fresh())
+    first = silos[0].training_tensors
+
+    def buried(task: Any) -> Any:
+        found = first(task)
+        Tombstones(tmp_path / "silo-0").add([0, 1])
+        return found
+
+    silos[0].training_tensors = buried  # type: ignore[method-assign]
+    reply = link.call(dict.fromkeys(DATA, task))["silo-0"]
+    silos[0].training_tensors = first  # type: ignore[method-assign]
+    assert isinstance(reply, Trained)
+    alone = in_process(tmp_path / "alone", DATA).call({"silo-0": task})["silo-0"]
+    assert isinstance(alone, Trained)
+    assert reply.samples == alone.samples == 9
+    torch.testing.assert_close(reply.state["1.weight"], alone.state["1.weight"])
+    after = link.call(dict.fromkeys(DATA, task))["silo-0"]
+    assert isinstance(after, Trained)
+    assert after.samples == 7
+
+
+def test_a_deletion_beside_training_leaves_no_row(tmp_path: Path) -> None:
+    link = batched(tmp_path, DATA)
+    task = train_task(fresh())
+    link.call(dict.fromkeys(DATA, task))
+    link.call({"silo-0": Forget(PLAN, (0,), commit=True), "silo-1": task})
+    assert link._held is not None
+    assert not (link._held.x == DATA["silo-0"].x[0]).all(1).any()
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet18"])
@@ -170,7 +271,7 @@ def test_auto_batches_many_small_steps_only() -> None:
     assert choice(small_steps, registry(), auto=True, silos=LEAST_SILOS - 1).startswith(
         "in-process: 3 silos in a round"
     )
-    large = replace(PLAN, model="cnn", shape=(1, 28, 28), batch_size=512)
+    large = replace(PLAN, model="cnn", shape=(1, 8, 8), batch_size=512)
     assert "longer than it takes to launch" in choice(large, registry(), auto=True, samples=512)
     assert choice(large, registry(), auto=True, samples=1).startswith("batched: ")
 
@@ -181,8 +282,8 @@ def test_however_many_silos_and_samples_are_worked_on_at_once(
 ) -> None:
     plan = replace(PLAN, dtype="float64", optimizer=ff.Choice("diagonal-fisher", {"fisher_share": 0.6}))
     yardstick = coordinator(in_process(tmp_path / "alone", DATA)).train(plan)
-    monkeypatch.setattr(program, "HELD", {"cpu": at_once})
-    monkeypatch.setattr(program, "PER_SAMPLE", {"cpu": at_once})
+    monkeypatch.setattr(program, "HELD", at_once)
+    monkeypatch.setattr(program, "PER_SAMPLE", at_once)
     result = coordinator(batched(tmp_path / "batched", DATA)).train(plan)
     for name, tensor in yardstick.state.items():
         torch.testing.assert_close(result.state[name], tensor, rtol=1e-10, atol=1e-12)
@@ -209,7 +310,7 @@ def test_a_silo_whose_samples_do_not_fit_fails_alone(tmp_path: Path) -> None:
 
 def test_silos_hold_their_samples_once_and_nothing_of_deleted_ones(tmp_path: Path) -> None:
     silos = [silo(tmp_path, name, source) for name, source in DATA.items()]
-    link = BatchedLink(silos, silos[0]._registry, CPU)
+    link = BatchedLink(silos, REGISTRY, CPU)
     task = train_task(fresh())
     link.call(dict.fromkeys(DATA, task))
     held = {one.name: one.training_tensors(task)[0] for one in silos}

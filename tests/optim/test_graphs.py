@@ -17,7 +17,7 @@ def doubled(inputs: list[Tensor], times: int) -> list[Tensor]:
 def test_on_a_processor_the_function_is_called() -> None:
     given = [torch.ones(2), torch.arange(3.0)]
     assert [made.tolist() for made in graphs.call(doubled, given, 2)] == [[2, 2], [0, 2, 4]]
-    assert not graphs._graphs
+    assert not graphs._kept.graphs
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -30,4 +30,4 @@ def test_on_a_gpu_a_graph_gives_the_bits_of_the_function() -> None:
             assert all(map(torch.equal, graphs.call(directions, gradients, slice_size), expected))
     for times in range(2 * graphs.KEPT):
         assert graphs.call(doubled, [torch.ones(2, device="cuda")], times)[0].tolist() == [times, times]
-    assert len(graphs._graphs) == graphs.KEPT
+    assert len(graphs._kept.graphs) == graphs.KEPT

@@ -19,10 +19,12 @@ from fedforget.federation.randomness import seeded, shuffled
 from fedforget.federation.registry import Registry
 from fedforget.types import BatchedRule, Plan, Stack, State
 
-HELD = {"cpu": 2**20, "cuda": 2**28}
-"""Numbers that the models worked on at once may hold between forward and backward: on a processor, in its caches."""
-PER_SAMPLE = {"cpu": 2**24, "cuda": 2**28}
-"""The most numbers of per-sample gradients at once."""
+HELD = 2**20
+"""Numbers that the models worked on at once may hold between forward and backward, to stay in a processor's caches."""
+PER_SAMPLE = 2**24
+"""The most numbers of per-sample gradients at once, on a processor."""
+ACCELERATORS = 2**6
+"""How many times more of both an accelerator is given."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Program:
         order = sorted(range(len(turns)), key=lambda index: (-turns[index].count, turns[index].silo))
         found: dict[int, Turned] = {}
         widest = min(self.plan.batch_size, max(turn.count for turn in turns))
-        at_once = max(1, HELD[x.device.type] // (widest * self.held))
+        at_once = max(1, HELD * _times(x.device) // (widest * self.held))
         for chunk in (order[start : start + at_once] for start in range(0, len(order), at_once)):
             made = self._chunk(number, state, x, y, [turns[index] for index in chunk])
             found.update(zip(chunk, made, strict=True))
@@ -84,19 +86,21 @@ class Program:
             front = len(counts)
             rows = positions.to(x.device)
             moving = {name: tensor[:front] for name, tensor in parameters.items()}
-            inputs = x[rows]
+            inputs, labels = _rows(x, rows), _rows(y, rows)
             weights = _weights(counts, inputs)
-            gradients, squares, loss = self._gradients(moving, fixed, inputs, y[rows], weights, counts, steps[:front])
+            gradients, squares, loss = self._gradients(moving, fixed, inputs, labels, weights, counts, steps[:front])
             if self.plan.l2:
-                for name, gradient in gradients.items():
-                    gradient.add_(moving[name], alpha=self.plan.l2)
+                # Not in place: two parameters' gradients may be one tensor.
+                gradients = {name: part.add(moving[name], alpha=self.plan.l2) for name, part in gradients.items()}
             of_front = {name: tensor[:front] for name, tensor in kept.items()}
             self.rule.step(moving, gradients, of_front, steps[:front], squares)
             steps[:front] += 1
             losses[:front] += loss * counts.to(loss.device)
         seen = torch.tensor([turn.count * self.plan.local_epochs for turn in turns], device=x.device)
         losses /= seen
-        finite = torch.stack([losses.isfinite(), *(part.isfinite().flatten(1).all(1) for part in parameters.values())])
+        finite = torch.stack(
+            [losses.isfinite(), *(part.isfinite().view(len(part), -1).all(1) for part in parameters.values())]
+        )
         return self._unstacked(state, parameters, kept, steps, losses.tolist(), finite.all(0).tolist())
 
     def _batches(self, number: int, turns: list[Turn], padding: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -117,10 +121,13 @@ class Program:
         """Each silo's gradient, where they are wanted its mean squared per-sample gradients, and its loss."""
         share = self.rule.squares_share
         if share is None or not self.rule.wants_squares(steps):
-            gradients, losses = vmap(grad_and_value(self._loss), in_dims=(0, None, 0, 0, 0))(
-                parameters, fixed, x, y, weights
-            )
-            return gradients, None, losses
+            leaves = {name: tensor.detach().requires_grad_() for name, tensor in parameters.items()}
+            scores = vmap(self._scores, in_dims=(0, None, 0))(leaves, fixed, x)
+            each = functional.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+            losses = (each * weights).sum(1)
+            # Each silo's loss depends on its own parameters alone, so the sum's gradient is all silos' gradients.
+            found = torch.autograd.grad(losses.sum(), list(leaves.values()))
+            return dict(zip(leaves, found, strict=True)), None, losses.detach()
         first = torch.tensor([max(1, round(share * count)) for count in counts.tolist()])
         shares = _weights(first, x)
         gradients = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
@@ -128,24 +135,24 @@ class Program:
         losses = torch.zeros(len(x), dtype=torch.float64, device=x.device)
         # No per-sample gradient is kept beyond some samples of all silos.
         wide = sum(tensor.numel() for tensor in parameters.values())
-        for part in torch.split(torch.arange(x.shape[1]), max(1, PER_SAMPLE[x.device.type] // wide)):
+        for part in torch.split(torch.arange(x.shape[1]), max(1, PER_SAMPLE * _times(x.device) // wide)):
             columns = slice(int(part[0]), int(part[-1]) + 1)
             per_sample, loss = vmap(
                 vmap(grad_and_value(self._sample_loss), in_dims=(None, None, 0, 0)), in_dims=(0, None, 0, 0)
             )(parameters, fixed, x[:, columns], y[:, columns])
             losses += (loss * weights[:, columns]).sum(1)
             for name, gradient in per_sample.items():
-                flat = gradient.flatten(2)
+                flat = gradient.reshape(*gradient.shape[:2], -1)
                 gradients[name] += _mixed(weights[:, columns], flat).view_as(gradients[name])
-                squares[name] += _mixed(shares[:, columns], flat.square_()).view_as(squares[name])
+                squares[name] += _mixed(shares[:, columns], flat.square()).view_as(squares[name])
         return gradients, squares, losses
 
-    def _loss(self, parameters: State, fixed: State, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-        scores = functional_call(self.model, {**fixed, **parameters}, (x,))
-        return (functional.cross_entropy(scores, y, reduction="none") * weights).sum()
+    def _scores(self, parameters: State, fixed: State, x: Tensor) -> Tensor:
+        scores: Tensor = functional_call(self.model, {**fixed, **parameters}, (x,))
+        return scores
 
     def _sample_loss(self, parameters: State, fixed: State, x: Tensor, y: Tensor) -> Tensor:
-        return self._loss(parameters, fixed, x[None], y[None], torch.ones(1, dtype=x.dtype, device=x.device))
+        return functional.cross_entropy(self._scores(parameters, fixed, x[None]), y[None])
 
     def _stacked(self, states: list[Mapping[str, Any] | None], parameters: Stack) -> tuple[Stack, Tensor]:
         """All silos' optimizer states, of zeros for those that have none yet, and the steps that each took."""
@@ -166,12 +173,22 @@ class Program:
         return [
             Turned(
                 {name: rows[own][index] if own in rows else state[name].clone() for name, own in names.items()},
-                {"steps": int(taken), **{name: tensor[index] for name, tensor in kept_rows.items()}},
+                # Rows of its own: a view would keep all other silos' states alive with it.
+                {"steps": int(taken), **{name: tensor[index].clone() for name, tensor in kept_rows.items()}},
                 losses[index],
                 finite[index],
             )
             for index, taken in enumerate(steps.tolist())
         ]
+
+
+def _rows(values: Tensor, rows: Tensor) -> Tensor:
+    # Many times faster on a processor than values[rows].
+    return values.index_select(0, rows.flatten()).view(*rows.shape, *values.shape[1:])
+
+
+def _times(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else ACCELERATORS
 
 
 def _weights(counts: Tensor, like: Tensor) -> Tensor:
@@ -194,14 +211,32 @@ def program_for(registry: Registry, plan: Plan, device: torch.device) -> Program
         rule = registry.batched_rule(plan, model)
         if rule is None:
             return f"the optimizer {plan.optimizer} has no step for many silos at once"
-        for name, module in model.named_modules():
-            if getattr(module, "p", getattr(module, "dropout", 0)) and "ropout" in repr(module):
-                return f"its layer {name or type(module).__name__} draws random numbers ({type(module).__name__})"
         try:
-            return _tried(plan, model, rule, device)
+            return _obstacle(model) or _tried(plan, model, rule, device)
         except Exception as error:  # the model may be the user's, and torch refuses in many ways
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if "random operation" in reason:
+                return f"model {plan.model!r} draws random numbers"
             return f"model {plan.model!r} does not go through torch.func: {reason}"
+
+
+def _obstacle(model: nn.Module) -> str | None:
+    """A layer that is known not to go with other silos' models."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        drops = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            drops = module.dropout
+        if drops:
+            return f"its layer {name or kind} draws random numbers ({kind})"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return f"its layer {name or kind} mixes the samples of a batch ({kind})"
+    return None
+
+
+def _attributes(model: nn.Module) -> list[dict[str, str]]:
+    """What its modules hold besides parameters and buffers, as text: a list that grows is the same list."""
+    return [{name: repr(value) for name, value in vars(module).items() if name[0] != "_"} for module in model.modules()]
 
 
 def _tried(plan: Plan, model: nn.Module, rule: BatchedRule, device: torch.device) -> Program | str:
@@ -221,24 +256,37 @@ def _tried(plan: Plan, model: nn.Module, rule: BatchedRule, device: torch.device
     }
     program = Program(plan, model, rule, *_sizes(model, x[0, :1]), aliases)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    buffers = [(tensor, tensor.clone()) for tensor in model.buffers()]
+    attributes = _attributes(model)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     fixed = {name: tensor for name, tensor in state.items() if aliases.get(name, name) not in trained}
     stack = {name: torch.stack([state[name], state[name] * 1.1]) for name in trained}
-    steps = torch.zeros(2)
-    found, _, _ = program._gradients(stack, fixed, x, y, _weights(counts, x), counts, steps)
+    expected: list[State] = []
     for silo, count in enumerate(counts.tolist()):
         own = {name: stack[aliases.get(name, name)][silo] for name in (*trained, *aliases)}
         model.load_state_dict({**state, **own})
         model.zero_grad()
         functional.cross_entropy(model(x[silo, :count]), y[silo, :count]).backward()  # type: ignore[no-untyped-call]
-        for name, parameter in trained.items():
-            if parameter.grad is None:
-                return f"parameter {name} has no gradient"
-            near = 1e-3 * float(parameter.grad.abs().max())
-            if not torch.allclose(found[name][silo], parameter.grad, rtol=1e-3, atol=near):
+        if idle := [name for name, parameter in trained.items() if parameter.grad is None]:
+            return f"parameter {idle[0]} has no gradient"
+        expected.append(
+            {name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None}
+        )
+        if not all(bool(gradient.isfinite().all()) for gradient in expected[-1].values()):
+            return f"model {plan.model!r} has gradients that are not finite on made-up samples"
+    found, _, _ = program._gradients(stack, fixed, x, y, _weights(counts, x), counts, torch.zeros(2))
+    for silo, gradients in enumerate(expected):
+        for name, gradient in gradients.items():
+            if not torch.allclose(found[name][silo], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max())):
                 return f"model {plan.model!r} mixes the samples of a batch: padding would change its gradients"
-    if any(not torch.equal(tensor, state[name]) for name, tensor in model.named_buffers() if name in state):
+    held_now = list(model.buffers())
+    if any(
+        now is not tensor or not torch.equal(now, before)
+        for now, (tensor, before) in zip(held_now, buffers, strict=True)
+    ):
         return f"model {plan.model!r} changes its buffers while it trains"
+    if _attributes(model) != attributes:
+        return f"model {plan.model!r} changes its attributes while it trains"
     model.load_state_dict(state)
     model.zero_grad()
     return program
@@ -253,6 +301,7 @@ def _sizes(model: nn.Module, x: Tensor) -> tuple[int, int]:
         if isinstance(output, Tensor):
             held += output.numel()
 
+    model.eval()
     hooks = [module.register_forward_hook(count) for module in model.modules() if not list(module.children())]
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -260,4 +309,5 @@ def _sizes(model: nn.Module, x: Tensor) -> tuple[int, int]:
     finally:
         for hook in hooks:
             hook.remove()
+        model.train()
     return max(1, held + x.numel()), counter.get_total_flops() // 2

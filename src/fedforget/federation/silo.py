@@ -178,8 +178,13 @@ class Silo:
         self._leave_out_deleted()
         return self._training_tensors(task)
 
+    def training_count(self, plan: Plan) -> int:
+        """How many samples remain to be trained on."""
+        self._leave_out_deleted()
+        return len(self._split(self._samples, plan, evaluation=False))
+
     def hold(self, task: Train, x: Tensor, y: Tensor) -> None:
-        """Keep these equal tensors in the place of the silo's own, so that nothing is held twice."""
+        """Keep these equal tensors in the place of those that `training_tensors` made."""
         self._prepared = _Prepared(task.run, task.plan, x, y)
 
     def let_go(self) -> None:
@@ -219,10 +224,13 @@ class Silo:
         trained, state, count = training.state_of(model), optimizer.state_dict(), len(y)
 
         def end() -> Trained:
-            if not finite:
-                raise self.diverged(task, float(loss))
+            # Whatever the device meets is told no sooner than here.
+            with self._told(f", round {task.round}"):
+                whole, mean = bool(finite), float(loss)
+            if not whole:
+                raise self.diverged(task, mean)
             self._state.keep(task.run, task.round, state, durable=task.durable)
-            return Trained(trained, count, float(loss))
+            return Trained(trained, count, mean)
 
         return end
 

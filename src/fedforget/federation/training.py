@@ -47,7 +47,7 @@ def train(
     for positions in batches(len(y), plan, round_number, silo, x.device):
         optimizer.zero_grad()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=plan.autocast):
-            loss = functional.cross_entropy(model(x[positions]), y[positions])
+            loss = functional.cross_entropy(model(x.index_select(0, positions)), y.index_select(0, positions))
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
         if plan.l2:
             for parameter in model.parameters():

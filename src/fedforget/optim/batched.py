@@ -181,7 +181,7 @@ BATCHED: Mapping[str, Callable[..., BatchedRule]] = {
 
 def block_averages(values: Tensor, block_size: int) -> Tensor:
     """Each value replaced by the mean of its group of neighbours in its model's flattened tensor."""
-    flat = values.flatten(1)
+    flat = values.reshape(len(values), -1)
     whole = flat.shape[1] - flat.shape[1] % block_size
     parts = (
         [flat[:, :whole].reshape(len(flat), -1, block_size).mean(2).repeat_interleave(block_size, 1)] if whole else []

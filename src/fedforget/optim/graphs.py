@@ -36,7 +36,14 @@ class _Graph:
         return self._outputs
 
 
-_graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+class _Kept(threading.local):
+    """A thread's graphs, the one used last at the end: the memory of one serves one call at a time."""
+
+    def __init__(self) -> None:
+        self.graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+
+
+_kept = _Kept()
 
 
 def call(function: Function, inputs: Sequence[Tensor], *settings: Hashable) -> list[Tensor]:
@@ -48,14 +55,13 @@ def call(function: Function, inputs: Sequence[Tensor], *settings: Hashable) -> l
         return function(inputs, *settings)
     with torch.cuda.device(inputs[0].device):
         shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in inputs)
-        # Threads and streams have their own: the memory of one graph serves one call at a time.
-        owner = (threading.get_ident(), torch.cuda.current_stream().cuda_stream)
         # What decides which kernels are recorded.
         arithmetic = (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled())
-        key = (function, shapes, settings, owner, arithmetic)
-        if key not in _graphs:
-            _graphs[key] = _Graph(function, inputs, settings)
-            while len(_graphs) > KEPT:
-                _graphs.popitem(last=False)
-        _graphs.move_to_end(key)
-        return _graphs[key](inputs)
+        key = (function, shapes, settings, torch.cuda.current_stream().cuda_stream, arithmetic)
+        graphs = _kept.graphs
+        if key not in graphs:
+            graphs[key] = _Graph(function, inputs, settings)
+            while len(graphs) > KEPT:
+                graphs.popitem(last=False)
+        graphs.move_to_end(key)
+        return graphs[key](inputs)

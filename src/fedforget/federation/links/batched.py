@@ -6,9 +6,10 @@ Whatever is no training goes to the silos one by one, and so does training that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from fedforget.federation.silo import Silo
 from fedforget.types import Plan
 
 LEAST_SILOS = 4
-MOST_MULTIPLICATIONS = {"cpu": 2**24, "cuda": 2**31}
-"""Of a silo's forward pass of one batch. Below, a step costs more to launch than to compute."""
+MOST_MULTIPLICATIONS = 2**22
+"""Of a silo's forward pass of one batch, on a processor. Below, a step costs more to launch than to compute."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,16 @@ class _Held:
     """Each silo's part of x, as the silo holds it too; a silo that lost samples since holds another."""
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What was decided for one run."""
+
+    run: str
+    plan: Plan
+    program: Program | str
+    choice: Choice
+
+
 class BatchedLink:
     """Trains silos as one program: wherever a plan allows it or, if `auto`, where a stated rule says that it gains.
 
@@ -64,7 +75,7 @@ class BatchedLink:
         self._registry = registry
         self._device = device
         self._auto = auto
-        self._programs: dict[str, Program | str] = {}
+        self._work: _Work | None = None
         self._held: _Held | None = None
 
     @property
@@ -82,14 +93,18 @@ class BatchedLink:
 
         Nothing but the plan and these numbers enter: the same work is always done in the same way.
         """
-        program = self._program(plan)
+        return self._chosen(self._program(plan), plan, silos, samples)
+
+    def _chosen(self, program: Program | str, plan: Plan, silos: int, samples: int) -> Choice:
         if isinstance(program, str):
             return Choice("in-process", program)
         if not self._auto:
             return Choice("batched", "as asked for")
+        if self._device.type != "cpu":
+            return Choice("in-process", f"where batching gains is not known on {self._device.type} yet; ask for it")
         batch = min(plan.batch_size, samples)
         work = batch * program.multiplications
-        most = MOST_MULTIPLICATIONS[self._device.type]
+        most = MOST_MULTIPLICATIONS
         if silos < LEAST_SILOS:
             return Choice("in-process", f"{silos} silos in a round, and fewer than {LEAST_SILOS} gain little")
         if work > most:
@@ -106,6 +121,8 @@ class BatchedLink:
 
     def call(self, tasks: Mapping[str, Task], timeout: float | None = None) -> dict[str, Reply | Failure]:
         """Carry out each task; what a silo refuses is its failure, and the others go on."""
+        if any(isinstance(task, Wipe) or (isinstance(task, Forget) and task.commit) for task in tasks.values()):
+            self._let_go()
         groups: list[dict[str, Train]] = []
         for name, task in sorted(tasks.items()):
             if not isinstance(task, Train) or name not in self._silos:
@@ -115,112 +132,113 @@ class BatchedLink:
                 groups.append({name: task})
             else:
                 group[name] = task
-        if not groups:
-            if any(isinstance(task, Forget | Wipe) for task in tasks.values()):
-                self._let_go()
-            return self._alone.call(tasks, timeout)
-        replies: dict[str, Reply | Failure] = {}
+        trained = {name for group in groups for name in group}
+        # First what else is asked, a deletion among it: training then holds nothing of what goes.
+        replies = self._alone.call({name: task for name, task in tasks.items() if name not in trained}, timeout)
         for group in groups:
             replies |= self._train(group)
-        return replies | self._alone.call({name: tasks[name] for name in tasks if name not in replies}, timeout)
+        return replies
 
     def _train(self, tasks: Mapping[str, Train]) -> dict[str, Reply | Failure]:
-        """One round of these silos; those that cannot be trained are left out or failures."""
+        """One round of these silos; whoever cannot be trained says so alone."""
         task = next(iter(tasks.values()))
+        work = self._work_of(task)
+        if work.choice.link == "in-process":
+            return self._alone.call(tasks)
+        assert isinstance(work.program, Program)
         replies: dict[str, Reply | Failure] = {}
-        sizes: dict[str, int] = {}
+        samples: dict[str, tuple[Tensor, Tensor]] = {}
+        states: dict[str, dict[str, Any] | None] = {}
         for name in tasks:
             try:
-                sizes[name] = len(self._silos[name].training_tensors(tasks[name])[1])
+                silo = self._silos[name]
+                x, y = silo.training_tensors(tasks[name])
+                if len(y):
+                    states[name] = silo.optimizer_state(tasks[name])
+                    samples[name] = x, y
             except FedforgetError as error:
                 replies[name] = Failure.of(name, error)
-        # A silo that has nothing to train on says so itself.
-        present = [name for name, size in sizes.items() if size]
-        if not present or self.choice(task.plan, len(present), max(sizes.values())).link == "in-process":
-            return replies | self._alone.call({name: tasks[name] for name in sizes})
-        program = self._program(task.plan)
-        assert isinstance(program, Program)
-        try:
-            held = self._hold(task, present)
-            turns = [
-                Turn(name, held.first[name], sizes[name], self._silos[name].optimizer_state(tasks[name]))
-                for name in present
-            ]
+        if samples:
+            held = self._hold(task, samples)
+            turns = [Turn(name, held.first[name], len(samples[name][1]), states[name]) for name in samples]
             state = {name: tensor.to(self._device) for name, tensor in task.state.items()}
-            with training.reproducible():
-                made = program.round(task.round, state, held.x, held.y, turns)
-        except FedforgetError as error:
-            return replies | {name: Failure.of(name, error) for name in present}
-        except Exception as error:  # the model may be the user's: whatever it raises is told
-            told = f", round {task.round}: {type(error).__name__}: {error}"
-            return replies | {name: Failure(f"silo {name}{told}") for name in present}
-        for name, turned, turn in zip(present, made, turns, strict=True):
-            replies[name] = self._ended(tasks[name], turn, turned)
-        return replies | self._alone.call({name: tasks[name] for name in sizes if name not in replies})
+            try:
+                with training.reproducible():
+                    made = work.program.round(task.round, state, held.x, held.y, turns)
+            except Exception as error:  # the model may be the user's; its text could tell of one silo to another
+                told = f"round {task.round}: {type(error).__name__} in the batched program; --link in-process says more"
+                return replies | {name: Failure(f"silo {name}, {told}") for name in samples}
+            replies |= {
+                turn.silo: self._ended(tasks[turn.silo], turn, one) for turn, one in zip(turns, made, strict=True)
+            }
+        # A silo that has nothing to train on says so itself.
+        return replies | self._alone.call({name: tasks[name] for name in tasks if name not in replies})
 
     def _ended(self, task: Train, turn: Turn, turned: Turned) -> Trained | Failure:
         silo = self._silos[turn.silo]
         if not turned.finite:
             return Failure.of(turn.silo, silo.diverged(task, turned.loss))
-        kept = turned.optimizer_state
-        if task.durable:
-            # Written to disk a row would bring along what it is a row of: all other silos' states.
-            kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
         try:
-            silo.keep_optimizer_state(task, kept)
+            silo.keep_optimizer_state(task, turned.optimizer_state)
         except FedforgetError as error:
             return Failure.of(turn.silo, error)
         return Trained(turned.state, turn.count, turned.loss)
 
     def _program(self, plan: Plan) -> Program | str:
-        key = plan.digest()
-        if key not in self._programs:
-            # One plan at a time is trained; a try that diverged is followed by another.
-            self._programs = {key: program_for(self._registry, plan, self._device)}
-        return self._programs[key]
+        """Made for each run: a model of the user's could carry something over from one to the next."""
+        return program_for(self._registry, plan, self._device)
 
-    def _hold(self, task: Train, names: Sequence[str]) -> _Held:
+    def _work_of(self, task: Train) -> _Work:
+        """Decided once a run, whoever takes part in a round: the two ways keep different optimizer states."""
+        if self._work is None or (self._work.run, self._work.plan) != (task.run, task.plan):
+            counts = [count for silo in self._silos.values() if (count := silo.training_count(task.plan))]
+            silos, samples = min(task.plan.silos_per_round or len(counts), len(counts)), max(counts, default=1)
+            program = self._program(task.plan)
+            self._work = _Work(task.run, task.plan, program, self._chosen(program, task.plan, silos, samples))
+        return self._work
+
+    def _hold(self, task: Train, samples: Mapping[str, tuple[Tensor, Tensor]]) -> _Held:
         """All silos' samples in one piece, put together once a run and anew where a silo lost some."""
         held = self._held
         if (
             held is not None
             and (held.run, held.plan) == (task.run, task.plan)
-            and all(self._silos[name].training_tensors(task)[0] is held.parts.get(name) for name in names)
+            and all(x is held.parts.get(name) for name, (x, _) in samples.items())
         ):
             return held
-        self._held = None
-        sizes = {name: self._size(name, task) for name in self._silos}
-        x, y = self._silos[names[0]].training_tensors(task)
-        total = sum(sizes.values())
+        self._held = held = None
+        found = {**self._others(task, samples), **samples}
+        x, y = next(iter(found.values()))
+        total = sum(len(labels) for _, labels in found.values())
         all_x, all_y = x.new_zeros(total + 1, *x.shape[1:]), y.new_zeros(total + 1)
         first: dict[str, int] = {}
         parts: dict[str, Tensor] = {}
         at = 0
-        for name, size in sizes.items():
-            if not size:
-                continue
-            of_x, of_y = all_x[at : at + size], all_y[at : at + size]
-            x, y = self._silos[name].training_tensors(task)
+        for name, (x, y) in sorted(found.items()):
+            of_x, of_y = all_x[at : at + len(y)], all_y[at : at + len(y)]
             of_x.copy_(x)
             of_y.copy_(y)
             self._silos[name].hold(task, of_x, of_y)
             first[name], parts[name] = at, of_x
-            at += size
+            at += len(y)
         self._held = _Held(task.run, task.plan, all_x, all_y, first, parts)
         return self._held
 
+    def _others(self, task: Train, asked: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
+        """The samples of the silos that are not asked now; one that refuses will say so when it is."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for name in self._silos.keys() - set(asked):
+            with suppress(FedforgetError):
+                x, y = self._silos[name].training_tensors(task)
+                if len(y):
+                    found[name] = x, y
+        return found
+
     def _let_go(self) -> None:
         """Drop what is held in one piece, of which every silo holds a part: rows that are deleted now are in it."""
-        self._held = None
+        self._held = self._work = None
         for silo in self._silos.values():
             silo.let_go()
-
-    def _size(self, name: str, task: Train) -> int:
-        """How many samples a silo trains on; none where it refuses, which it will say when it is asked."""
-        try:
-            return len(self._silos[name].training_tensors(task)[1])
-        except FedforgetError:
-            return 0
 
 
 def _are_one_round(first: Train, second: Train) -> bool:
