@@ -5,7 +5,7 @@
 
 The same task as `round_time.py --set flower`: scikit-learn's digits, shared out evenly among K silos, each of which
 trains an mlp for one epoch of SGD from the global model; FedAvg over all. Nothing is evaluated. It trains through
-Flower's message API, with a model and data that each of its workers keeps between rounds.
+Flower's message API; the data stay in each of its workers' memory between rounds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 A cell runs in a process of its own, alone; its rounds are timed as the records of a run are: training and aggregation,
 evaluation left out. The median of its rounds but the first counts. Samples are noise of the dataset's shape, for a
 round's time does not depend on what they show. The floor is forward and backward passes of as many samples in batches
-of at most 20,480, in channels_last and the same arithmetic, without an optimizer. Each cell is a line of
+of at most 20,480 (2,048 on a processor), in channels_last and the same arithmetic, without optimizer. Each is a line of
 OUT/round_time.jsonl; one that is there is not made again. flower_digits.py adds the lines of Flower's simulation.
 """
 
@@ -42,7 +42,7 @@ Cell = dict[str, Any]
 def cells(name: str, device: str, arithmetics: list[str]) -> Iterator[Cell]:
     """The cells of a set: `samples` is how many all silos hold together."""
     if name in ("small", "flower"):
-        silos = (10, 100) if name == "flower" else (1, 10, 100, 1000)
+        silos = (10, 100) if name == "flower" else (1, 4, 10, 100, 1000)
         optimizers = ("sgd",) if name == "flower" else OPTIMIZERS
         for count, optimizer, link in itertools.product(silos, optimizers, ("in-process", "batched")):
             # Once shared out among the silos, and once a whole dataset at each.
@@ -54,8 +54,8 @@ def cells(name: str, device: str, arithmetics: list[str]) -> Iterator[Cell]:
     elif name == "batches":
         for batch, model, link in itertools.product((32, 256, 2048), ("mlp", "cnn"), ("in-process", "batched")):
             for count in (1, 10, 100):
-                samples = count * max(batch, 256)
-                if model == "cnn" and device == "cpu" and samples > 10 * 256:
+                samples = count * max(batch, 64)
+                if device == "cpu" and (count == 100 if model == "cnn" else count == 1):
                     continue
                 yield {"link": link, "model": model, "optimizer": "sgd", "silos": count, "batch": batch,
                        "samples": samples, "device": device, "dtype": "float32"}  # fmt: skip

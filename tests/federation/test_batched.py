@@ -120,6 +120,17 @@ class Odd(nn.Module):
         return self.dropout(self.layer(x * (self.p + self.q))) * self.temperature  # type: ignore[no-any-return]
 
 
+class Lonely(nn.Module):
+    """It treats a batch of one sample otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (0.5 if len(x) == 1 else 1.0)  # type: ignore[no-any-return]
+
+
 class Tied(nn.Module):
     """Two names for one weight, a frozen layer and a constant buffer."""
 
@@ -150,6 +161,7 @@ def choice(plan: ff.Plan, names: Registry, *, auto: bool = False, silos: int = 1
         (Counting, "changes its buffers while it trains"),
         (Mixing, "mixes the samples of a batch"),
         (Idle, "parameter other.weight has no gradient"),
+        (Lonely, "mixes the samples of a batch"),
         (Deciding, "does not go through torch.func"),
         (Remembering, "changes its attributes while it trains"),
         (Drawing, "model 'own' draws random numbers"),
@@ -170,14 +182,14 @@ def test_a_model_that_cannot_be_batched_is_trained_alone_and_the_reason_told(
 
 def test_what_else_cannot_be_batched_is_told() -> None:
     normed = choice(replace(PLAN, model="own"), registry(own=Normed))
-    assert normed == "in-process: its layer 1 mixes the samples of a batch (BatchNorm1d)"
+    assert normed == "in-process: batched was asked for, but its layer 1 mixes the samples of a batch (BatchNorm1d)"
     assert "alexnet" in models.BUILT_IN
     large = replace(PLAN, model="alexnet", shape=(3, 16, 16))
     assert "draws random numbers (Dropout)" in choice(large, registry())
-    assert choice(replace(PLAN, autocast=True), registry()) == "in-process: autocast is on"
+    assert choice(replace(PLAN, autocast=True), registry()) == "in-process: batched was asked for, but autocast is on"
     own = Registry(models.BUILT_IN, {"mine": optim.build_sgd})
     mine = replace(PLAN, optimizer=ff.Choice("mine", {"lr": 0.2}))
-    assert choice(mine, own) == "in-process: the optimizer mine(lr=0.2) has no step for many silos at once"
+    assert choice(mine, own, auto=True) == "in-process: the optimizer mine(lr=0.2) has no step for many silos at once"
 
 
 def test_tied_and_frozen_parameters_and_constant_buffers_are_kept(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class BatchedLink:
 
     def _chosen(self, program: Program | str, plan: Plan, silos: int, samples: int) -> Choice:
         if isinstance(program, str):
-            return Choice("in-process", program)
+            return Choice("in-process", program if self._auto else f"batched was asked for, but {program}")
         if not self._auto:
             return Choice("batched", "as asked for")
         if self._device.type != "cpu":
@@ -110,10 +110,10 @@ class BatchedLink:
         if work > most:
             return Choice(
                 "in-process",
-                f"a batch of {batch} takes {work:.1e} multiplications, and over {most:.1e} a step computes longer than "
+                f"a batch of {batch} takes {work:,} multiplications, and over {most:,} a step computes longer than "
                 "it takes to launch",
             )
-        return Choice("batched", f"{silos} silos in a round, and a batch of {batch} takes {work:.1e} multiplications")
+        return Choice("batched", f"{silos} silos in a round, and a batch of {batch} takes {work:,} multiplications")
 
     def how(self, plan: Plan, silos: int, samples: int) -> str:
         """In words, how a round is trained, and why."""
