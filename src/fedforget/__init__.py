@@ -10,7 +10,7 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "passive"
     # GNU's OpenMP may wait for microseconds first: a thread that sleeps takes as long to wake as a small step takes.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 from fedforget import models, optim
 from fedforget.data import datasets
