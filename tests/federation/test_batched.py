@@ -17,7 +17,6 @@ from fedforget.data.tombstones import Tombstones
 from fedforget.federation import program
 from fedforget.federation.link import Failure, Forget, Trained
 from fedforget.federation.links.batched import LEAST_SILOS, BatchedLink
-from fedforget.federation.links.in_process import InProcessLink
 from fedforget.federation.registry import Registry
 from fedforget.types import Samples
 from tests import small
@@ -183,7 +182,6 @@ def test_a_model_that_cannot_be_batched_is_trained_alone_and_the_reason_told(
 def test_what_else_cannot_be_batched_is_told() -> None:
     normed = choice(replace(PLAN, model="own"), registry(own=Normed))
     assert normed == "in-process: batched was asked for, but its layer 1 mixes the samples of a batch (BatchNorm1d)"
-    assert "alexnet" in models.BUILT_IN
     large = replace(PLAN, model="alexnet", shape=(3, 16, 16))
     assert "draws random numbers (Dropout)" in choice(large, registry())
     assert choice(replace(PLAN, autocast=True), registry()) == "in-process: batched was asked for, but autocast is on"
@@ -421,7 +419,3 @@ def test_a_release_says_how_its_silos_were_trained() -> None:
 def test_an_optimizer_of_the_users_own_by_a_known_name_is_not_batched() -> None:
     made = small.federation(DATA, link="batched", optimizers={"sgd": optim.build_sgd})
     assert "has no step for many silos at once" in made.train(ff.Plan(rounds=1)).record.trained
-
-
-def test_the_other_link_is_one_silo_after_the_other() -> None:
-    assert InProcessLink([]).name == "in-process"

@@ -6,7 +6,7 @@ It does what `training.train` does to each of them, in the same order of samples
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Program:
     """Numbers that a sample's way through the model leaves for the backward pass, about."""
     multiplications: int
     """Of a sample's forward pass."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str]
     """Names of a state that stand for a parameter with another name."""
 
     def round(self, number: int, state: State, x: Tensor, y: Tensor, turns: Sequence[Turn]) -> list[Turned]:

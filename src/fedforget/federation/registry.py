@@ -122,9 +122,8 @@ class Registry:
 
     def batched_rule(self, plan: Plan, model: nn.Module) -> BatchedRule | None:
         """The plan's optimizer for many silos at once, where it has such a form."""
-        chosen = self._chosen(plan.optimizer)
-        build = self.batched.get(chosen.name)
-        return None if build is None else build(model, **chosen.settings)
+        build = self.batched.get(self._chosen(plan.optimizer).name)
+        return None if build is None else build(self.optimizer(plan, model), model)
 
     def aggregation(self, plan: Plan) -> Callable[..., Any]:
         """The plan's aggregation: called with the silos' states in name order, and their numbers of samples."""

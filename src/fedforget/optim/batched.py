@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fedforget.optim import diagonal_fisher, muon
-from fedforget.optim.settings import check_adam, check_sgd
+from fedforget.optim import muon
 from fedforget.types import BatchedRule, Stack
 
 
@@ -21,9 +21,9 @@ class SGD:
 
     squares_share: float | None = None
 
-    def __init__(self, _: nn.Module, *, lr: float = 0.1, momentum: float = 0.0, nesterov: bool = False) -> None:
-        check_sgd(lr, momentum, nesterov)
-        self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
+    def __init__(self, optimizer: torch.optim.Optimizer, _: nn.Module) -> None:
+        (group,) = optimizer.param_groups
+        self._lr, self._momentum, self._nesterov = group["lr"], group["momentum"], group["nesterov"]
 
     def fresh(self, parameters: Stack) -> Stack:
         """The momentum before the first step."""
@@ -43,20 +43,43 @@ class SGD:
             parameter.add_(ahead, alpha=-self._lr)
 
 
+@dataclass(frozen=True)
+class _AdamStep:
+    """Adam's rule, of Adam itself and of what Muon does not orthogonalise."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def fresh(self, parameters: Stack) -> Stack:
+        """Both means before the first step."""
+        return {**_zeros(parameters, "mean"), **_zeros(parameters, "square")}
+
+    def step(self, parameters: Stack, gradients: Stack, state: Stack, steps: Tensor) -> None:
+        """One step, in place."""
+        for name, parameter in parameters.items():
+            gradient = gradients[name]
+            mean = state[f"mean/{name}"].lerp_(gradient, 1 - self.beta1)
+            square = state[f"square/{name}"].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+            length = _over((self.lr / (1 - self.beta1 ** (steps + 1))), parameter)
+            correction = _over((1 - self.beta2 ** (steps + 1)).sqrt(), parameter)
+            parameter.sub_(mean / square.sqrt().div_(correction).add_(self.eps) * length)
+
+
 class Adam:
     """Adam."""
 
     squares_share: float | None = None
 
-    def __init__(
-        self, _: nn.Module, *, lr: float = 0.001, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
-    ) -> None:
-        check_adam(lr, beta1, beta2, eps)
-        self._lr, self._beta1, self._beta2, self._eps = lr, beta1, beta2, eps
+    def __init__(self, optimizer: torch.optim.Optimizer, _: nn.Module) -> None:
+        (group,) = optimizer.param_groups
+        beta1, beta2 = group["betas"]
+        self._rule = _AdamStep(group["lr"], beta1, beta2, group["eps"])
 
     def fresh(self, parameters: Stack) -> Stack:
         """Both means before the first step."""
-        return {**_zeros(parameters, "mean"), **_zeros(parameters, "square")}
+        return self._rule.fresh(parameters)
 
     def wants_squares(self, _: Tensor) -> bool:
         """Never."""
@@ -64,13 +87,7 @@ class Adam:
 
     def step(self, parameters: Stack, gradients: Stack, state: Stack, steps: Tensor, _: Stack | None) -> None:
         """One step, in place."""
-        for name, parameter in parameters.items():
-            gradient = gradients[name]
-            mean = state[f"mean/{name}"].lerp_(gradient, 1 - self._beta1)
-            square = state[f"square/{name}"].mul_(self._beta2).addcmul_(gradient, gradient, value=1 - self._beta2)
-            length = _over((self._lr / (1 - self._beta1 ** (steps + 1))), parameter)
-            correction = _over((1 - self._beta2 ** (steps + 1)).sqrt(), parameter)
-            parameter.sub_(mean / square.sqrt().div_(correction).add_(self._eps) * length)
+        self._rule.step(parameters, gradients, state, steps)
 
 
 class Muon:
@@ -78,25 +95,20 @@ class Muon:
 
     squares_share: float | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        lr: float = 0.07,
-        momentum: float = 0.9,
-        adam_lr: float | None = None,
-        slice_size: int = 1024,
-    ) -> None:
-        muon.check_settings(lr=lr, momentum=momentum, adam_lr=adam_lr, slice_size=slice_size)
-        matrices = set(muon.sorted_parameters(model)[0])
-        self._matrices = [name for name, parameter in model.named_parameters() if parameter in matrices]
-        self._lr, self._momentum, self._slice_size = lr, momentum, slice_size
-        self._others = Adam(model, lr=lr / 20 if adam_lr is None else adam_lr)
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._matrices: list[str] = []
+        for group in optimizer.param_groups:
+            if group["orthogonal"]:
+                self._matrices = [names[parameter] for parameter in group["params"]]
+                self._lr, self._momentum, self._slice_size = group["lr"], group["momentum"], group["slice_size"]
+            else:
+                self._others = _AdamStep(group["lr"])
 
     def fresh(self, parameters: Stack) -> Stack:
         """The momentum of matrices, and Adam's means of the others."""
         matrices, others = self._parted(parameters)
-        return {**_zeros(matrices, "momentum"), **self._others.fresh(others)}
+        return {**_zeros(matrices, "momentum"), **(self._others.fresh(others) if others else {})}
 
     def wants_squares(self, _: Tensor) -> bool:
         """Never."""
@@ -111,7 +123,8 @@ class Muon:
             ahead = gradient.lerp(kept, self._momentum).flatten(2)
             length = self._lr * math.sqrt(max(1, ahead.shape[1] / ahead.shape[2]))
             parameter.sub_(muon.orthogonal_stack(ahead, self._slice_size).reshape(parameter.shape), alpha=length)
-        self._others.step(others, gradients, state, steps, None)
+        if others:
+            self._others.step(others, gradients, state, steps)
 
     def _parted(self, parameters: Stack) -> tuple[Stack, Stack]:
         matrices = {name: parameters[name] for name in self._matrices}
@@ -121,29 +134,11 @@ class Muon:
 class DiagonalFisher:
     """The paper's rule, Eq. 15 of arXiv:2203.07320."""
 
-    def __init__(
-        self,
-        _: nn.Module,
-        *,
-        lr: float = 0.003,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 3e-3,
-        block_size: int = 3,
-        fisher_every: int = 1,
-        fisher_share: float = 1.0,
-    ) -> None:
-        diagonal_fisher.check_settings(
-            lr=lr,
-            betas=(beta1, beta2),
-            eps=eps,
-            block_size=block_size,
-            fisher_every=fisher_every,
-            fisher_share=fisher_share,
-        )
-        self._lr, self._beta1, self._beta2, self._eps = lr, beta1, beta2, eps
-        self._block_size, self._every = block_size, fisher_every
-        self.squares_share: float | None = fisher_share
+    def __init__(self, optimizer: torch.optim.Optimizer, _: nn.Module) -> None:
+        (group,) = optimizer.param_groups
+        self._lr, (self._beta1, self._beta2), self._eps = group["lr"], group["betas"], group["eps"]
+        self._block_size, self._every = group["block_size"], group["fisher_every"]
+        self.squares_share: float | None = group["fisher_share"]
 
     def fresh(self, parameters: Stack) -> Stack:
         """The means of Δ and of Γ² before the first step."""
@@ -176,7 +171,7 @@ BATCHED: Mapping[str, Callable[..., BatchedRule]] = {
     "muon": Muon,
     "diagonal-fisher": DiagonalFisher,
 }
-"""By the names of plans; each is called with the model and the plan's settings, as the optimizers are."""
+"""By the names of plans; each is called with the optimizer of that name, whose settings it takes, and its model."""
 
 
 def block_averages(values: Tensor, block_size: int) -> Tensor:
